@@ -1,0 +1,390 @@
+"""The only file that uses names which torch does not document. Checked on torch 2.11 and 2.13.
+
+Each function says what it stands for; the rest of the package calls these.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Optional
+
+import torch
+import torch.distributed
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+TORCH_VERSION = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+
+# ---------------------------------------------------------------------------------------------------------- Dynamo
+
+
+def dynamo_errors() -> tuple[type[BaseException], ...]:
+    """The errors with which Dynamo says that it could not compile a function (before any of it has run)."""
+    from torch._dynamo import exc
+
+    return (exc.TorchDynamoException,)
+
+
+def control_flow_errors() -> tuple[type[BaseException], ...]:
+    """Exceptions by which a backend asks Dynamo to read the function again: never to be caught."""
+    from torch._dynamo import exc
+
+    return (exc.RestartAnalysis, exc.SkipFrame)
+
+
+def is_recompile_limit(error: BaseException) -> bool:
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return isinstance(error, FailOnRecompileLimitHit)
+
+
+def inner_error(error: BaseException) -> BaseException:
+    """The error that a backend raised, out of the wrapper that Dynamo puts around it."""
+    return getattr(error, "inner_exception", None) or error
+
+
+def unsupported_location(error: BaseException) -> tuple[Optional[str], Optional[int]]:
+    """File and line of the user's code at which Dynamo gave up."""
+    stack = getattr(error, "real_stack", None)
+    if stack:
+        return stack[-1].filename, stack[-1].lineno
+    return None, None
+
+
+def current_compile_id() -> Optional[str]:
+    from torch._guards import CompileContext
+
+    compile_id = CompileContext.current_compile_id()
+    return None if compile_id is None else str(compile_id)
+
+
+def on_compile(start: Callable[[str], None], end: Callable[[str], None]) -> None:
+    """Call ``start`` and ``end`` with the compile id around each frame that Dynamo compiles."""
+    from torch._dynamo.callback import CallbackTrigger, on_compile_end, on_compile_start
+
+    def only_dynamo(function: Callable[[str], None]) -> Callable[[Any], None]:
+        def call(args: Any) -> None:
+            if args.callback_trigger == CallbackTrigger.DYNAMO:
+                function(args.compile_id)
+
+        return call
+
+    on_compile_start(only_dynamo(start))
+    on_compile_end(only_dynamo(end))
+
+
+def recompile_reasons() -> dict[str, str]:
+    """Compile id to the reason of the recompilation, for the frames that Dynamo still remembers."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    return {
+        str(metric.compile_id): metric.recompile_reason
+        for metric in get_compilation_metrics()
+        if metric.recompile_reason is not None
+    }
+
+
+def artifact_loggers() -> list[logging.Logger]:
+    """The loggers on which Dynamo writes graph breaks."""
+    names = ("symbolic_convert", "convert_frame", "exc")
+    return [logging.getLogger(f"torch._dynamo.{name}.__graph_breaks") for name in names]
+
+
+def convert_frame_logger() -> logging.Logger:
+    """The logger on which Dynamo writes that it hit the recompile limit or skips a frame."""
+    return logging.getLogger("torch._dynamo.convert_frame")
+
+
+def host_integer_config(sources: Sequence[str]) -> contextlib.AbstractContextManager:
+    """While open, integers reached through modules are symbolic, those named by ``sources`` from the first value on."""
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True))
+    if sources:
+        known = [source for source in torch.compiler.config.dynamic_sources.split(",") if source]
+        stack.enter_context(torch.compiler.config.patch(dynamic_sources=",".join([*known, *sources])))
+    return stack
+
+
+def suppress_dynamo_errors() -> contextlib.AbstractContextManager:
+    """While open, a frame that Dynamo cannot compile runs eagerly instead of raising."""
+    return torch._dynamo.config.patch(suppress_errors=True)
+
+
+def placeholder_source(node: fx.Node) -> Optional[str]:
+    """Where the program found this input, as a Python expression (``L['x']``), or ``None`` if it is not known."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return None
+    name = source.name
+    return name() if callable(name) else name
+
+
+@contextlib.contextmanager
+def compiled_calls(entries: dict[torch.nn.Module, Callable]) -> Iterator[None]:
+    """While open, each module's ``__call__`` goes to its entry. Uses the attribute that ``nn.Module.compile`` sets,
+    which pickle and deepcopy leave out."""
+    before = {module: module.__dict__.get("_compiled_call_impl") for module in entries}
+    try:
+        for module, entry in entries.items():
+            module.__dict__["_compiled_call_impl"] = entry
+        yield
+    finally:
+        for module, value in before.items():
+            if value is None:
+                module.__dict__.pop("_compiled_call_impl", None)
+            else:
+                module.__dict__["_compiled_call_impl"] = value
+
+
+def plain_call(module: torch.nn.Module) -> Callable:
+    """The module's own ``__call__`` with hooks, never a compiled one."""
+    return module._call_impl
+
+
+# ------------------------------------------------------------------------------------------- AOTAutograd, partition
+
+
+def aot_backend(
+    forward: Callable, backward: Callable, inference: Callable, partition: Callable
+) -> Callable[[fx.GraphModule, Sequence[Any]], Callable]:
+    """AOTAutograd without decompositions: operators stay as eager PyTorch runs them."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    return aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=backward,
+        inference_compiler=inference,
+        partition_fn=partition,
+        decompositions={},
+    )
+
+
+def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint program; recompute in the backward what is cheaper to compute again than to save."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, inputs, **kwargs)
+
+
+def save_everything_partition(
+    joint: fx.GraphModule, inputs: Any, **kwargs: Any
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a joint program; save for the backward what it needs, as eager PyTorch does."""
+    from torch._functorch.partitioners import default_partition
+
+    return default_partition(joint, inputs, **kwargs)
+
+
+def mark_recompute(node: fx.Node, region: int) -> None:
+    """Ask the partitioner to compute ``node`` again in the backward."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    node.meta["ac_graph_id"] = region
+
+
+def has_recompute_tags(graph: fx.Graph) -> bool:
+    return any("recompute" in node.meta for node in graph.nodes)
+
+
+def move_to_front(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
+    """Put ``nodes`` first in ``graph``, in the order given."""
+    for node in reversed(nodes):
+        graph._root.append(node)
+
+
+def aot_input_index(node: fx.Node) -> Optional[int]:
+    """Which input of the acquired program a placeholder of the forward or joint program comes from."""
+    return _plain_input_index(node.meta.get("desc"))
+
+
+def aot_gradient_index(desc: Any) -> Optional[int]:
+    """Which input of the acquired program an output of the backward is the gradient of."""
+    return _plain_input_index(getattr(_unwrap_subclass(desc), "grad_of", None))
+
+
+def output_descriptions(graph: fx.Graph) -> list[Any]:
+    return list(next(iter(reversed(graph.nodes))).meta.get("desc") or [])
+
+
+def description_kind(desc: Any) -> str:
+    """``"output"``, ``"saved"``, ``"gradient"`` or ``""``: what an output of a forward or backward program is."""
+    name = type(_unwrap_subclass(desc)).__name__
+    return {"PlainAOTOutput": "output", "SavedForBackwardsAOTOutput": "saved", "GradAOTOutput": "gradient"}.get(
+        name, ""
+    )
+
+
+def is_tangent(node: fx.Node) -> bool:
+    return type(_unwrap_subclass(node.meta.get("desc"))).__name__ == "TangentAOTInput"
+
+
+def _unwrap_subclass(desc: Any) -> Any:
+    while desc is not None and type(desc).__name__.startswith("Subclass"):
+        desc = desc.base
+    return desc
+
+
+def _plain_input_index(desc: Any) -> Optional[int]:
+    desc = _unwrap_subclass(desc)
+    return desc.idx if type(desc).__name__ == "PlainAOTInput" else None
+
+
+def boxed(gm: fx.GraphModule) -> Callable[[list], Any]:
+    """The program as a function of one list, which it empties so that inputs can be freed early."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(gm.graph, {}))
+    graph.set_codegen(_BoxedCodeGen())
+    module = fx.GraphModule(gm, graph)
+    forward = module.forward
+
+    def call(args: list) -> Any:
+        return forward(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    call.graph_module = module  # type: ignore[attr-defined]
+    return call
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass on this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
+# -------------------------------------------------------------------------------------------------------- Inductor
+
+
+class _Partitioner(CustomPartitionerFn):
+    """Our partitioner, as Inductor's caches want to see it: a key."""
+
+    def __init__(self, partition: Callable, key: Optional[str]) -> None:
+        self._partition = partition
+        self._key = key
+
+    def __call__(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        return self._partition(joint, inputs, **kwargs)
+
+    def uuid(self) -> Optional[str]:
+        return self._key
+
+    def __reduce__(self) -> Any:
+        return (str, (self._key or "",))
+
+
+def inductor_backend(
+    partitioner: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    cache_key: Optional[str],
+    dispatch: Callable[..., Callable],
+    config_patches: dict[str, Any],
+    cacheable: dict[str, str],
+) -> Callable[[fx.GraphModule, Sequence[Any]], Callable]:
+    """Inductor's whole pipeline (its decompositions, joint passes and caches) with our partitioner and dispatch."""
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**config_patches, "custom_partitioner_fn": _Partitioner(partitioner, cache_key)}
+    if cacheable:
+        known = torch._inductor.config.unsafe_marked_cacheable_functions
+        patches["unsafe_marked_cacheable_functions"] = {**known, **cacheable}
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        return compile_fx(gm, example_inputs, inner_compile=dispatch, config_patches=patches)
+
+    return backend
+
+
+def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
+    """Inductor on one ATen program that AOTAutograd has made."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+def inductor_compile_region(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Callable, Optional[list]]:
+    """Inductor on a part of an ATen program. Returns the function of one list and the output strides it chose."""
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+
+    with tracing(TracingContext(detect_fake_mode(example_inputs))):
+        compiled = inductor_compile(gm, example_inputs)
+    return compiled, getattr(compiled, "output_strides", None)
+
+
+def report_output_strides(values: Sequence[Any]) -> None:
+    """Tell AOTAutograd the real strides of a forward program's outputs, so that the backward expects them."""
+    from torch._guards import TracingContext
+
+    context = TracingContext.try_get()
+    if context is None or context.output_strides is None:
+        return
+    for value in values:
+        context.output_strides.append(
+            tuple(value.stride())
+            if isinstance(value, torch.Tensor) and all(isinstance(s, int) for s in value.stride())
+            else None
+        )
+
+
+def evaluate_strides(strides: Sequence[Any], values: Sequence[Any]) -> Optional[tuple]:
+    """Inductor writes symbolic strides as text: as numbers, or ``None`` where a symbol remains."""
+    del values
+    try:
+        return tuple(int(stride) for stride in strides)
+    except ValueError:
+        return None
+
+
+def aot_cache(enabled: bool) -> contextlib.AbstractContextManager:
+    import torch._functorch.config
+
+    return torch._functorch.config.patch(enable_autograd_cache=enabled)
+
+
+def aot_cache_enabled() -> bool:
+    import torch._functorch.config
+
+    return bool(torch._functorch.config.enable_autograd_cache) and not torch._inductor.config.force_disable_caches
+
+
+def compile_cache_dir() -> str:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def no_node_metadata() -> contextlib.AbstractContextManager:
+    from torch.fx.traceback import preserve_node_meta
+
+    return preserve_node_meta(enable=False)
+
+
+def compilers_found() -> Optional[str]:
+    """``None`` if Inductor finds what it compiles with on this machine, else the reason."""
+    if torch.cuda.is_available():
+        try:
+            import triton  # noqa: F401
+        except ImportError as error:
+            return str(error)
+        return None
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------- distributed
+
+
+def default_store() -> torch.distributed.Store:
+    """The key-value store through which the ranks of the default process group found each other."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def group_name(group: torch.distributed.ProcessGroup) -> str:
+    return group.group_name

@@ -1,0 +1,77 @@
+"""Traces and figures of compiled programs, kept beside Torch's own compile cache.
+
+When another process has compiled the same program, none of our passes run; what they would have recorded is read from
+here. The files are plain JSON in a folder that only the user can enter.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Optional
+
+import torch
+
+from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler.report import Program, warn
+from lightning_thunder_strategy.compiler.trace import Trace
+
+
+@lru_cache(maxsize=1)
+def sources_hash() -> str:
+    """Changes whenever a file of this package changes."""
+    root = Path(__file__).parent.parent
+    digest = hashlib.sha256(torch.__version__.encode())
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def pipeline_key(parts: Sequence[Optional[str]]) -> Optional[str]:
+    """One key of everything that changes programs, or ``None`` if some part cannot be told apart by a key."""
+    if any(part is None for part in parts):
+        return None
+    return hashlib.sha256("\n".join([sources_hash(), *[str(part) for part in parts]]).encode()).hexdigest()
+
+
+def program_key(trace: Trace, inputs: Sequence[Any], pipeline: str) -> str:
+    """The key of one acquired program under one pipeline."""
+    described = [f"{item}" for item in trace.inputs]
+    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), len(inputs))
+    text = "\n".join([pipeline, trace.python().split("\n", 1)[1], *described, str(modes)])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load(key: str) -> Optional[dict[str, Any]]:
+    """What was stored under ``key``, or ``None``. A file that cannot be read is ignored with a notice."""
+    path = _folder() / f"{key}.json"
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        warn(f"The compile cache entry {path} cannot be read and is ignored: {error}")
+        return None
+
+
+def store(key: str, program: Program) -> None:
+    """Write a program's record under ``key``, complete or not at all."""
+    try:
+        folder = _folder()
+        handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
+        with os.fdopen(handle, "w") as file:
+            json.dump(program.to_dict(), file)
+        os.replace(temporary, folder / f"{key}.json")
+    except OSError as error:
+        warn(f"The traces of a compiled program could not be stored beside the compile cache: {error}")
+
+
+def _folder() -> Path:
+    folder = Path(_torch_compat.compile_cache_dir()) / "lightning_thunder_strategy"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"The compile cache folder {folder} belongs to another user.")
+    return folder

@@ -1,0 +1,226 @@
+"""``lts.compile``: a function or module whose calls go through the pipeline."""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Optional, TypeVar, Union
+
+import torch
+from torch import nn
+
+from lightning_thunder_strategy.compiler import _torch_compat, events
+from lightning_thunder_strategy.compiler.config import CompileConfig
+from lightning_thunder_strategy.compiler.pipeline import Agreement, Pipeline
+from lightning_thunder_strategy.compiler.report import Record, recording
+from lightning_thunder_strategy.compiler.transform import Transform
+from lightning_thunder_strategy.executors.base import Executor
+from lightning_thunder_strategy.executors.registry import resolve
+
+T = TypeVar("T", bound=Union[nn.Module, Callable])
+
+
+class CompileError(RuntimeError):
+    """A function could not be compiled as one program.
+
+    Attributes:
+        reason: Why, in one or two lines.
+        file: File of the user's code at which it failed, if known.
+        line: Its line.
+        recompile_limit: Whether it failed because a new program was needed again and again.
+    """
+
+    def __init__(self, name: str, reason: str, file: Optional[str], line: Optional[int], recompile_limit: bool) -> None:
+        where = f"{file}:{line}: " if file else ""
+        super().__init__(f"{name} cannot be compiled as one program: {where}{reason}")
+        self.name, self.reason, self.file, self.line, self.recompile_limit = name, reason, file, line, recompile_limit
+
+
+class CompiledFunction:
+    """A function whose calls run compiled. Made by :func:`compile`.
+
+    Args:
+        function: The function.
+        pipeline: Compiles its graphs.
+        record: Receives what was compiled; a step that is being recorded takes precedence.
+        host_sources: Regular expressions of integer inputs that change from call to call.
+    """
+
+    def __init__(
+        self, function: Callable, pipeline: Pipeline, record: Record, host_sources: Sequence[str] = ()
+    ) -> None:
+        events.install()
+        self.pipeline = pipeline
+        self.record = record
+        self._host_sources = tuple(host_sources)
+        self._function = function
+        self.fullgraph = pipeline.config.fullgraph
+        self._compiled = torch.compile(
+            _own_code(function), backend=pipeline, fullgraph=self.fullgraph, dynamic=pipeline.config.dynamic
+        )
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with recording(self.record) as record:
+            return events.call_within(record, self._host_sources, lambda: self._call(record, args, kwargs))
+
+    def _call(self, record: Record, args: tuple, kwargs: dict) -> Any:
+        if not self.fullgraph:
+            # A frame that Dynamo cannot compile runs eagerly; the listeners record it.
+            with _torch_compat.suppress_dynamo_errors():
+                return self._compiled(*args, **kwargs)
+        try:
+            return self._compiled(*args, **kwargs)
+        except _torch_compat.dynamo_errors() as error:
+            raise compile_error(record, error) from error
+
+
+def compile_error(record: Record, error: BaseException) -> Exception:
+    """Dynamo's error as a :class:`CompileError`, or the error that our own pipeline raised."""
+    inner = _torch_compat.inner_error(error)
+    if inner is not error:
+        return inner if isinstance(inner, Exception) else RuntimeError(str(inner))
+    limit = _torch_compat.is_recompile_limit(error)
+    if limit:
+        reason = record.limit_reason or "the recompile limit was reached"
+        return CompileError(
+            record.name, f"the guard {reason!r} fails again and again. {events.advice(reason)}", None, None, True
+        )
+    file, line = _torch_compat.unsupported_location(error)
+    return CompileError(record.name, events._reason(str(error)) or events.first_line(error), file, line, False)
+
+
+def _own_code(function: Callable) -> Callable:
+    """The function over a code object of its own: Dynamo keeps programs, and counts recompilations, by code object."""
+    if inspect.ismethod(function):
+        return types.MethodType(_own_code(function.__func__), function.__self__)
+    if not isinstance(function, types.FunctionType):
+        return _own_code(lambda *args, **kwargs: function(*args, **kwargs))
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__dict__.update(function.__dict__)
+    copy.__qualname__, copy.__module__ = function.__qualname__, function.__module__
+    return copy
+
+
+def make_pipeline(
+    executors: Union[str, Sequence[Union[str, Executor]]],
+    transforms: Sequence[Transform],
+    config: CompileConfig,
+    modules: dict[str, nn.Module],
+    agree: Optional[Agreement] = None,
+) -> Pipeline:
+    """A pipeline from user options, checked."""
+    if not isinstance(config, CompileConfig):
+        raise ValueError(f"config={config!r} is not allowed: give a CompileConfig.")
+    for transform in transforms:
+        if not isinstance(transform, Transform):
+            raise ValueError(f"transforms={list(transforms)!r} is not allowed: {transform!r} is not a Transform.")
+    resolved = resolve(executors)
+    if config.cudagraphs and not any(executor.name == "inductor" for executor in resolved):
+        names = [executor.name for executor in resolved]
+        raise ValueError(f"cudagraphs=True needs the 'inductor' executor, and executors={names!r}.")
+    return Pipeline(resolved, transforms, config, modules, agree)
+
+
+def compile(
+    fn_or_module: T,
+    executors: Union[str, Sequence[Union[str, Executor]]] = "auto",
+    transforms: Sequence[Transform] = (),
+    config: CompileConfig = CompileConfig(),
+) -> T:
+    """Compile a function or a module.
+
+    Args:
+        fn_or_module: A function, or a module. A module's result shares everything with the module that was given
+            (parameters, buffers, attributes, training mode) and has the same class name and state-dict keys; only
+            calls of the result run compiled.
+        executors: ``"auto"``, or names and instances in priority order; ``eager`` takes what is left.
+        transforms: Passes over the program, in order.
+        config: Options; ``mode="submodules"`` compiles the module's outermost children, ``"off"`` nothing.
+
+    Returns:
+        The compiled function or module.
+
+    Raises:
+        ValueError: If an option is not allowed.
+        CompileError: On a call, if ``config.fullgraph`` is set and the function is not one program.
+    """
+    if isinstance(fn_or_module, nn.Module):
+        return _compile_module(fn_or_module, executors, transforms, config)  # type: ignore[return-value]
+    if not callable(fn_or_module):
+        raise TypeError(f"compile() takes a function or a module, not {type(fn_or_module).__name__}.")
+    modules = {"": fn_or_module.__self__} if isinstance(getattr(fn_or_module, "__self__", None), nn.Module) else {}
+    pipeline = make_pipeline(executors, transforms, config, {**modules, **_closed_over(fn_or_module)})
+    if config.mode == "off":
+        return fn_or_module
+    name = getattr(fn_or_module, "__qualname__", type(fn_or_module).__qualname__)
+    return CompiledFunction(fn_or_module, pipeline, Record(name))  # type: ignore[return-value]
+
+
+def _closed_over(function: Callable) -> dict[str, nn.Module]:
+    """Modules that a function closes over, by the name it uses: for readable parameter names."""
+    if not isinstance(function, types.FunctionType):
+        return {}
+    variables = inspect.getclosurevars(function)
+    return {k: v for k, v in {**variables.globals, **variables.nonlocals}.items() if isinstance(v, nn.Module)}
+
+
+def _compile_module(
+    module: nn.Module, executors: Any, transforms: Sequence[Transform], config: CompileConfig
+) -> nn.Module:
+    pipeline = make_pipeline(executors, transforms, config, {"": module})
+    for transform in transforms:
+        transform.module(module)
+    if config.mode == "off":
+        return module
+    record = Record(type(module).__qualname__, mode=config.mode)
+    if config.mode == "submodules":
+        entries = {child: module_entry(child, pipeline, record) for child in module.children()}
+
+        def entry(*args: Any, **kwargs: Any) -> Any:
+            with recording(record), _torch_compat.compiled_calls(entries):
+                return _torch_compat.plain_call(module)(*args, **kwargs)
+    else:
+        entry = module_entry(module, pipeline, record)
+    return compiled_view(module, entry, record)
+
+
+def module_entry(module: nn.Module, pipeline: Pipeline, record: Record) -> Callable:
+    """A compiled function that stands for calling ``module`` with its hooks."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return _torch_compat.plain_call(module)(*args, **kwargs)
+
+    call.__qualname__ = f"{type(module).__qualname__}.__call__"
+    return CompiledFunction(call, pipeline, record)
+
+
+def compiled_view(module: nn.Module, entry: Callable, record: Record) -> nn.Module:
+    """A module that shares its whole state with ``module``, and whose calls go to ``entry``.
+
+    Pickle and deepcopy of the view give the plain module.
+    """
+    original = type(module)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        return module.__reduce_ex__(protocol)
+
+    namespace = {
+        "__call__": torch.compiler.disable(lambda self, *args, **kwargs: entry(*args, **kwargs)),
+        "__reduce_ex__": reduce,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "_lts_record": record,
+        "_lts_module": module,
+    }
+    view = object.__new__(types.new_class(original.__name__, (original,), exec_body=lambda ns: ns.update(namespace)))
+    view.__dict__ = module.__dict__
+    return view

@@ -1,0 +1,54 @@
+"""How a program is compiled: the one options object of the compiler."""
+
+from dataclasses import dataclass, fields
+from typing import Literal, Optional, get_args
+
+Mode = Literal["step", "forward", "submodules", "off"]
+OnError = Literal["fallback", "raise"]
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """Options of one compiled function or step.
+
+    Args:
+        mode: The largest unit that is compiled. ``"step"``: the whole step (model, loss and metrics) as one program.
+            ``"forward"``: the module's ``forward``. ``"submodules"``: the outermost submodules that the step calls.
+            ``"off"``: nothing is compiled.
+        fullgraph: If ``True``, anything that cannot be part of the one program is an error that names file, line and
+            reason. If ``False``, it runs eagerly and is reported once.
+        dynamic: ``None`` compiles static shapes first and symbolic ones after a shape has changed, ``True`` starts
+            with symbolic shapes, ``False`` compiles one program for each shape.
+        cudagraphs: Replay the compiled CUDA kernels from CUDA graphs. Needs CUDA tensors and the ``inductor`` executor.
+        on_error: What happens when an executor cannot compile a region. ``"fallback"``: the next executor takes it,
+            with one warning. ``"raise"``: the error is raised.
+        eager_random: Draw random numbers (dropout) from the same stream as eager PyTorch, also under ``inductor``.
+            The ``eager`` executor always does.
+
+    Raises:
+        ValueError: If an option has a value that is not allowed. The message names the option, the value and
+            what is allowed.
+    """
+
+    mode: Mode = "step"
+    fullgraph: bool = False
+    dynamic: Optional[bool] = None
+    cudagraphs: bool = False
+    on_error: OnError = "fallback"
+    eager_random: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, get_args(Mode))
+        check_choice("on_error", self.on_error, get_args(OnError))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("fullgraph", "cudagraphs", "eager_random") and not isinstance(value, bool):
+                raise ValueError(f"{field.name}={value!r} is not allowed: choose True or False.")
+        if self.dynamic is not None and not isinstance(self.dynamic, bool):
+            raise ValueError(f"dynamic={self.dynamic!r} is not allowed: choose None, True or False.")
+
+
+def check_choice(option: str, value: object, allowed: tuple) -> None:
+    """Raise ``ValueError`` naming ``option``, ``value`` and what is allowed, unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{option}={value!r} is not allowed: choose one of {', '.join(map(repr, allowed))}.")

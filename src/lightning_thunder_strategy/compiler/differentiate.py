@@ -1,0 +1,206 @@
+"""From an acquired program to forward and backward: AOTAutograd, with our passes around the partition."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import torch
+from torch import fx
+
+from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler.collectives import count_collectives, sequence
+from lightning_thunder_strategy.compiler.config import CompileConfig
+from lightning_thunder_strategy.compiler.dispatch import dispatch
+from lightning_thunder_strategy.compiler.emit import node_value
+from lightning_thunder_strategy.compiler.report import Program
+from lightning_thunder_strategy.compiler.trace import Origin, Trace
+from lightning_thunder_strategy.compiler.transform import Transform
+from lightning_thunder_strategy.executors.base import Executor
+
+
+class Differentiation:
+    """Differentiates, partitions and dispatches one acquired program.
+
+    Args:
+        program: Receives traces and figures.
+        origins: What is known of the acquired program's inputs, in order.
+        executors: By priority.
+        transforms: Passes, in order.
+        config: Options.
+        stored: Called whenever ``program`` has become more complete.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        origins: Sequence[Origin],
+        executors: Sequence[Executor],
+        transforms: Sequence[Transform],
+        config: CompileConfig,
+        stored: Callable[[], None],
+    ) -> None:
+        self._program = program
+        self._origins = origins
+        self._executors = executors
+        self._transforms = transforms
+        self._config = config
+        self._stored = stored
+        self._partitioned: dict[str, dict[str, Origin]] = {}
+        self.partitioned = False
+
+    @property
+    def uses_inductor(self) -> bool:
+        return any(executor.name == "inductor" for executor in self._executors)
+
+    def compile(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], cache_key: Optional[str], functions: dict[str, str]
+    ) -> Callable:
+        """Compile ``gm``, which may be edited.
+
+        Args:
+            gm: The acquired program after the torch-level passes.
+            example_inputs: Its inputs.
+            cache_key: What the cached program depends on besides the graph, or ``None`` to leave it out of the cache.
+            functions: Importable functions in the graph that may be cached, with versions.
+        """
+        if not self.uses_inductor:
+            backend = _torch_compat.aot_backend(
+                self._aot_compiler("forward"),
+                self._aot_compiler("backward"),
+                self._aot_compiler("inference"),
+                self._partition,
+            )
+            return backend(gm, example_inputs)
+        backend = _torch_compat.inductor_backend(
+            self._partition, cache_key, self._inductor_dispatch, self._inductor_options(), functions
+        )
+        return backend(gm, example_inputs)
+
+    def _inductor_options(self) -> dict[str, Any]:
+        return {"triton.cudagraphs": self._config.cudagraphs, "fallback_random": self._config.eager_random}
+
+    # --------------------------------------------------------------------------------------------------- partition
+
+    def _partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
+        self.partitioned = True
+        started = time.perf_counter()
+        program = self._program
+        trace = Trace("joint", joint, self._name_inputs(joint.graph))
+        program.traces.append(trace.snapshot("forward and backward as one program"))
+        for transform in self._transforms:
+            if type(transform).joint is not Transform.joint:
+                self._run(transform, lambda t: t.joint(trace), [trace])
+        joint.recompile()
+        forward, backward = _torch_compat.min_cut_partition(joint, inputs, **kwargs)
+        _sort_saved_values(forward, backward, kwargs["num_fwd_outputs"])
+        names = self._name_inputs(forward.graph)
+        forward_trace = Trace("forward", forward, names)
+        backward_trace = Trace("backward", backward, self._name_backward(forward.graph, backward.graph, names))
+        program.traces.append(forward_trace.snapshot("after the partition"))
+        program.traces.append(backward_trace.snapshot("after the partition"))
+        self._partition_passes(forward_trace, backward_trace)
+        program.seconds["differentiate"] += time.perf_counter() - started
+        return forward, backward
+
+    def _partition_passes(self, forward: Trace, backward: Optional[Trace]) -> None:
+        both = [trace for trace in (forward, backward) if trace is not None]
+        for transform in self._transforms:
+            if type(transform).partitioned is not Transform.partitioned:
+                self._run(transform, lambda t: t.partitioned(forward, backward), both)
+        for trace in both:
+            trace.graph_module.recompile()  # type: ignore[union-attr]
+            self._program.collectives[trace.stage] = count_collectives(trace.graph)
+            self._partitioned[trace.stage] = {node.name: origin for node, origin in trace._origins.items()}
+        self._program.sequence = sequence(trace.graph for trace in both)
+
+    def _run(self, transform: Transform, call: Callable[[Transform], None], traces: Sequence[Trace]) -> None:
+        started = time.perf_counter()
+        call(transform)
+        for trace in traces:
+            trace.graph.lint()
+            seconds = time.perf_counter() - started
+            self._program.traces.append(trace.snapshot(f"after {transform.name}, {1e3 * seconds:.1f} ms"))
+
+    # ----------------------------------------------------------------------------------------------------- dispatch
+
+    def _aot_compiler(self, kind: str) -> Callable[[fx.GraphModule, Sequence[Any]], Callable]:
+        def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
+            return self._dispatch(gm, inputs, kind == "backward", kind == "inference", None)
+
+        return compiler
+
+    def _inductor_dispatch(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable:
+        whole = ("inductor", lambda program: _torch_compat.inductor_compile(program, inputs, **kwargs))
+        return self._dispatch(gm, inputs, kwargs.get("is_backward", False), kwargs.get("is_inference", False), whole)
+
+    def _dispatch(
+        self, gm: fx.GraphModule, inputs: Sequence[Any], backward: bool, inference: bool, whole: Any
+    ) -> Callable:
+        started = time.perf_counter()
+        stage = "backward" if backward else "forward"
+        if inference:
+            trace = Trace("forward", gm, self._name_inputs(gm.graph))
+            self._program.traces.append(trace.snapshot("without gradients"))
+            self._partition_passes(trace, None)
+        known = self._partitioned.get(stage, {})
+        origins = {n: known[n.name] for n in gm.graph.find_nodes(op="placeholder") if n.name in known}
+        compiled = dispatch(
+            gm, inputs, stage=stage, executors=self._executors, program=self._program, on_error=self._config.on_error,
+            whole=whole, trace=Trace(stage, gm, origins),
+        )  # fmt: skip
+        self._program.seconds["dispatch"] += time.perf_counter() - started
+        self._stored()
+        return compiled
+
+    # -------------------------------------------------------------------------------------------------------- names
+
+    def _name_inputs(self, graph: fx.Graph) -> dict[fx.Node, Origin]:
+        """Names of the inputs of a joint or forward program, from the acquired program's."""
+        result = {}
+        placeholders = graph.find_nodes(op="placeholder")
+        for node in placeholders:
+            index = _torch_compat.aot_input_index(node)
+            if _torch_compat.is_tangent(node):
+                result[node] = Origin(node.name, "gradient")
+            elif index is not None and index < len(self._origins):
+                result[node] = self._origins[index]
+        return result
+
+    def _name_backward(
+        self, forward: fx.Graph, backward: fx.Graph, names: dict[fx.Node, Origin]
+    ) -> dict[fx.Node, Origin]:
+        by_name = {node.name: origin for node, origin in names.items()}
+        result = {}
+        for node in backward.find_nodes(op="placeholder"):
+            if _torch_compat.is_tangent(node):
+                result[node] = Origin(node.name, "gradient")
+            else:
+                result[node] = by_name.get(node.name, Origin(node.name, "saved"))
+        return result
+
+
+def _sort_saved_values(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
+    """Order what is saved for the backward: tensors, then objects such as device meshes, then symbolic integers.
+
+    The partitioner may put a saved RNG state after an object; AOTAutograd then takes the object for a tensor.
+    """
+
+    def rank(node: fx.Node) -> int:
+        value = node_value(node)
+        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            return 2
+        return 0 if value is None or isinstance(value, torch.Tensor) else 1
+
+    result = next(iter(reversed(forward.graph.nodes)))
+    saved = list(result.args[0])[outputs:]
+    order = sorted(range(len(saved)), key=lambda index: rank(saved[index]))
+    if order == list(range(len(saved))):
+        return
+    result.args = ((*result.args[0][:outputs], *[saved[index] for index in order]),)
+    described = result.meta.get("desc")
+    if described is not None:
+        result.meta["desc"] = [*described[:outputs], *[described[outputs + index] for index in order]]
+    placeholders = backward.graph.find_nodes(op="placeholder")[: len(saved)]
+    _torch_compat.move_to_front(backward.graph, [placeholders[index] for index in order])
+    forward.recompile()
+    backward.recompile()

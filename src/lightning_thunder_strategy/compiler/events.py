@@ -1,0 +1,145 @@
+"""Listens to Dynamo: graph breaks, recompilations and the recompile limit, for the record that is active."""
+
+import contextlib
+import logging
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from typing import Any, Optional
+
+from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler.report import GraphBreak, Recompile, Record, active_record, warn
+
+_BREAK = re.compile(r"in user code at (?P<file>.+):(?P<line>\d+)\n(?:Graph Break Reason: )?(?P<reason>.*)", re.DOTALL)
+_SKIPPED = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_LIMIT = re.compile(r"last reason: (?P<reason>.*)")
+
+HOST_SOURCES: ContextVar[Sequence[str]] = ContextVar("lts_host_sources", default=())
+"""Regular expressions of the sources that Dynamo should treat as changing integers from their first value on."""
+
+compile_started: float = 0.0
+_while_compiling: Optional[contextlib.ExitStack] = None
+_installed = False
+
+
+def install() -> None:
+    """Attach the listeners, once a process."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    _torch_compat.on_compile(_start, _end)
+    handler = _BreakHandler()
+    for logger in _torch_compat.artifact_loggers():
+        if not logger.isEnabledFor(logging.DEBUG):
+            logger.setLevel(logging.DEBUG)
+            logger.propagate = False
+        logger.addHandler(handler)
+    _torch_compat.convert_frame_logger().addFilter(_limit_filter)
+
+
+def collect_recompiles(record: Record) -> None:
+    """Move the reasons of new recompilations from Dynamo's metrics into ``record``."""
+    if not record.compile_ids:
+        return
+    reasons = _torch_compat.recompile_reasons()
+    for compile_id in sorted(record.compile_ids & reasons.keys()):
+        record.recompiles.append(Recompile(_first_line(reasons[compile_id])))
+    record.compile_ids.clear()
+
+
+def _start(compile_id: str) -> None:
+    global compile_started, _while_compiling
+    record = active_record()
+    if record is None:
+        return
+    compile_started = time.perf_counter()
+    record.compile_ids.add(compile_id)
+    if _while_compiling is None:
+        _while_compiling = contextlib.ExitStack()
+        _while_compiling.enter_context(_torch_compat.host_integer_config(HOST_SOURCES.get()))
+
+
+def _end(compile_id: str) -> None:
+    global _while_compiling
+    if _while_compiling is not None:
+        _while_compiling.close()
+        _while_compiling = None
+
+
+class _BreakHandler(logging.Handler):
+    def emit(self, log_record: logging.LogRecord) -> None:
+        record = active_record()
+        if record is None:
+            return
+        message = log_record.getMessage()
+        match = _BREAK.search(message) or _SKIPPED.search(message)
+        if match is None:
+            return
+        reason = match.groupdict().get("reason") or message
+        found = GraphBreak(match["file"], int(match["line"]), _reason(reason))
+        if found not in record.graph_breaks:
+            record.graph_breaks.append(found)
+
+
+def _limit_filter(log_record: logging.LogRecord) -> bool:
+    """Turn Dynamo's line about the recompile limit into our warning."""
+    record = active_record()
+    message = log_record.getMessage()
+    if record is None or "recompile_limit" not in message and "hit config." not in message:
+        return True
+    match = _LIMIT.search(message)
+    reason = _first_line(match["reason"]) if match else _first_line(message)
+    report_limit(record, reason)
+    return False
+
+
+def report_limit(record: Record, reason: str) -> None:
+    """Say once that a function needs a new program for every value of something, and what to do."""
+    if record.limit_reason is not None:
+        return
+    record.limit_reason = reason
+    warn(
+        f"{record.name}: compiled too often: the guard {reason!r} failed again and again, so the function is no longer "
+        f"compiled for new values. {advice(reason)}"
+    )
+
+
+def advice(reason: str) -> str:
+    """What a user can do about a value that changes from call to call."""
+    return (
+        "If this is a Python number that changes every step, make it a tensor: a float on the module as a buffer, "
+        "math.exp(step) as torch.exp(torch.tensor(step))."
+    )
+
+
+def _reason(text: str) -> str:
+    """The first lines of Dynamo's message, up to the traceback."""
+    kept = []
+    for line in text.splitlines():
+        if line.startswith(("User code traceback", "Traceback", '  File "')) or "Developer debug context" in line:
+            break
+        if line.strip():
+            kept.append(line.strip())
+    return " ".join(kept[:4])
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0].strip() if text.strip() else text
+
+
+def first_line(error: BaseException) -> str:
+    """Type and first line of an error."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+def call_within(record: Record, sources: Sequence[str], function: Callable[[], Any]) -> Any:
+    """Call ``function`` with host integers named by ``sources`` symbolic, and collect what was recompiled."""
+    token = HOST_SOURCES.set(sources)
+    try:
+        return function()
+    finally:
+        HOST_SOURCES.reset(token)
+        collect_recompiles(record)

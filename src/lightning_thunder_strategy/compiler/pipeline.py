@@ -1,0 +1,180 @@
+"""The backend that Dynamo calls with each acquired graph: transform, differentiate, dispatch."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Optional
+
+import torch
+from torch import fx, nn
+
+from lightning_thunder_strategy.compiler import _torch_compat, cache, events
+from lightning_thunder_strategy.compiler.config import CompileConfig
+from lightning_thunder_strategy.compiler.differentiate import Differentiation
+from lightning_thunder_strategy.compiler.dispatch import claim_operators, copy_program
+from lightning_thunder_strategy.compiler.report import Fallback, Program, Record, active_record, warn
+from lightning_thunder_strategy.compiler.trace import Origin, Trace
+from lightning_thunder_strategy.compiler.transform import Transform
+from lightning_thunder_strategy.executors.base import Executor
+
+Agreement = Callable[[Record, Program, Optional[BaseException]], bool]
+"""Asks the other ranks whether a compiled program may be run. ``False``: every rank runs its graph eagerly."""
+
+
+class Pipeline:
+    """Compiles acquired graphs.
+
+    Args:
+        executors: By priority, ``eager`` last.
+        transforms: Passes, in order.
+        config: Options.
+        modules: Modules whose parameters and buffers have names worth printing, by prefix.
+        agree: See :data:`Agreement`; ``None`` on one process.
+    """
+
+    def __init__(
+        self,
+        executors: Sequence[Executor],
+        transforms: Sequence[Transform],
+        config: CompileConfig,
+        modules: Mapping[str, nn.Module],
+        agree: Optional[Agreement] = None,
+    ) -> None:
+        self.executors = tuple(executors)
+        self.transforms = tuple(transforms)
+        self.config = config
+        self._modules = dict(modules)
+        self._agree = agree
+        parts = [part.cache_key() for part in (*self.executors, *self.transforms)]
+        self.cache_key = cache.pipeline_key([*parts, repr(config)])
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        entered = time.perf_counter()
+        record = active_record() or Record("function")
+        program = Program()
+        record.programs.append(program)
+        program.seconds["acquire"] = max(0.0, entered - events.compile_started)
+        original = copy_program(gm)
+        failure: Optional[BaseException] = None
+        compiled: Optional[Callable] = None
+        try:
+            compiled = self._compile(program, gm, example_inputs)
+        except _torch_compat.control_flow_errors():
+            record.programs.remove(program)  # Dynamo reads the function again
+            raise
+        except Exception as error:
+            if self.config.on_error == "raise" and self._agree is None:
+                raise
+            failure = error
+        program.seconds["differentiate"] = max(
+            0.0, time.perf_counter() - entered - program.seconds["dispatch"] - program.seconds["transform"]
+        )
+        agreed = self._agree(record, program, failure) if self._agree is not None else True
+        if failure is not None and self.config.on_error == "raise":
+            raise failure
+        if compiled is not None and agreed:
+            return compiled
+        return self._eager(record, program, original, failure)
+
+    def _eager(
+        self, record: Record, program: Program, original: fx.GraphModule, failure: Optional[BaseException]
+    ) -> Callable:
+        """Run the acquired graph as it is: autograd, hooks and collectives work as in eager PyTorch."""
+        program.executors.clear()
+        program.executors["eager"] = sum(node.op in ("call_function", "call_method") for node in original.graph.nodes)
+        program.collectives = {"forward": [], "backward": []}
+        if failure is not None:
+            reason = events.first_line(failure)
+            names = ", ".join(executor.name for executor in self.executors[:-1]) or "eager"
+            program.fallbacks.append(Fallback(f"one graph of {record.name}", names, reason))
+            warn(f"{record.name}: one graph could not be compiled and runs eagerly ({names}: {reason}).")
+        return original.forward
+
+    def _compile(self, program: Program, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        if self.config.cudagraphs and not any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
+            raise ValueError("cudagraphs=True needs CUDA tensors, and this program has none: set cudagraphs=False.")
+        origins = self._origins(gm, example_inputs)
+        trace = Trace("acquired", gm, origins)
+        program.traces.append(trace.snapshot("as read by TorchDynamo"))
+        functions = self._acquired_passes(trace, program)
+        key = self._stored_key(trace, example_inputs, functions)
+        stored = cache.load(key) if key is not None else None
+
+        def store() -> None:
+            if key is not None and not program.from_cache:
+                cache.store(key, program)
+
+        differentiation = Differentiation(
+            program, [origins.get(node, Origin(node.name, "argument")) for node in gm.graph.find_nodes(op="placeholder")],
+            self.executors, self.transforms, self.config, store,
+        )  # fmt: skip
+        spare = copy_program(gm) if key is not None and stored is None else None
+        compiled = differentiation.compile(gm, example_inputs, self.cache_key if key else None, functions)
+        if not program.executors:  # taken from the cache: none of our passes ran
+            if stored is not None:
+                program.restore(stored)
+            elif spare is not None:
+                with _torch_compat.aot_cache(False):
+                    compiled = differentiation.compile(spare, example_inputs, None, functions)
+        return compiled
+
+    def _acquired_passes(self, trace: Trace, program: Program) -> dict[str, str]:
+        for transform in self.transforms:
+            if type(transform).acquired is Transform.acquired:
+                continue
+            started = time.perf_counter()
+            transform.acquired(trace)
+            trace.graph.lint()
+            seconds = time.perf_counter() - started
+            program.seconds["transform"] += seconds
+            program.traces.append(trace.snapshot(f"after {transform.name}, {1e3 * seconds:.1f} ms"))
+        functions = claim_operators(trace, self.executors, program.claims)
+        if functions:
+            program.traces.append(trace.snapshot("after operator claims"))
+        trace.graph_module.recompile()  # type: ignore[union-attr]
+        return functions
+
+    def _stored_key(self, trace: Trace, inputs: Sequence[Any], functions: dict[str, str]) -> Optional[str]:
+        inductor = any(executor.name == "inductor" for executor in self.executors)
+        if not inductor or self.cache_key is None or not _torch_compat.aot_cache_enabled():
+            return None
+        if any("<" in name for name in functions):
+            return None
+        return cache.program_key(trace, inputs, self.cache_key)
+
+    def _origins(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Origin]:
+        """Names for the acquired program's inputs: qualified names for parameters and buffers."""
+        known: dict[int, tuple[str, str]] = {}
+        for prefix, module in self._modules.items():
+            for kind, items in _named_tensors(module):
+                for name, value in items:
+                    known.setdefault(id(value), (kind, f"{prefix}.{name}" if prefix else name))
+        origins = {}
+        for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
+            source = _torch_compat.placeholder_source(node)
+            kind, name = known.get(id(value), ("", ""))
+            if not kind:
+                kind = "parameter" if isinstance(value, nn.Parameter) else "argument"
+                name = source or node.name
+                if not isinstance(value, torch.Tensor):
+                    kind = "integer" if isinstance(value, (int, float, torch.SymInt)) else "object"
+            origins[node] = Origin(_short_name(name, node.name), kind, name)
+        return origins
+
+
+def _named_tensors(module: nn.Module) -> list[tuple[str, list[tuple[str, Any]]]]:
+    """Stored parameters and buffers with qualified names; a property that hides a parameter is looked past."""
+    parameters, buffers = [], []
+    for prefix, child in module.named_modules():
+        for name, value in child._parameters.items():
+            parameters.append((f"{prefix}.{name}" if prefix else name, value))
+        for name, value in child._buffers.items():
+            buffers.append((f"{prefix}.{name}" if prefix else name, value))
+    return [("parameter", parameters), ("buffer", buffers)]
+
+
+def _short_name(name: str, node_name: str) -> str:
+    """A readable name: ``batch_0`` for ``L['batch'][0]``, the qualified name for parameters."""
+    if not name.startswith(("L[", "G[")):
+        return name
+    inner = name[1:].replace("__kwdefaults__", "")
+    return inner if len(inner) <= 60 else node_name

@@ -1,0 +1,75 @@
+"""What an executor is: something that runs parts of a program."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+from torch import fx
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One decision of an executor about one operation.
+
+    Attributes:
+        operation: The operation, as the trace prints it.
+        executor: Name of the executor.
+        accepted: Whether it runs the operation.
+        reason: Why it declined, or an empty string.
+    """
+
+    operation: str
+    executor: str
+    accepted: bool
+    reason: str = ""
+
+
+class Executor:
+    """Base of all executors. Subclass :class:`OperatorExecutor` or :class:`FusionExecutor`."""
+
+    name: str = ""
+
+    def unavailable(self) -> Optional[str]:
+        """Why this executor cannot run on this machine, with what to install, or ``None`` if it can."""
+        return None
+
+    def cache_key(self) -> Optional[str]:
+        """What must be equal for a program cached by another process to be reused, or ``None`` to disable caching."""
+        return f"{self.name}:{type(self).__module__}.{type(self).__qualname__}"
+
+
+class OperatorExecutor(Executor):
+    """Claims torch-level operations before autograd."""
+
+    def replacement(self, node: fx.Node) -> "Callable | str":
+        """The function that runs ``node`` instead, with the same arguments, or the reason why this executor declines.
+
+        The function must be differentiable (plain torch operations, a ``torch.autograd.Function`` or a
+        ``torch.library`` operator) and importable, or the program is not written to the compile cache.
+        ``node.meta["example_value"]`` holds a fake tensor with the shape, dtype and device of the result.
+        """
+        raise NotImplementedError
+
+    def considers(self, node: fx.Node) -> bool:
+        """Whether ``node`` is an operation of the kind this executor runs: only these appear in the claim log."""
+        raise NotImplementedError
+
+
+class FusionExecutor(Executor):
+    """Compiles regions of the ATen program after differentiation."""
+
+    def supports(self, node: fx.Node) -> Optional[str]:
+        """``None`` if ``node`` may be part of a region, else the reason why not."""
+        raise NotImplementedError
+
+    def fuse(self, region: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list], Sequence[Any]]:
+        """Compile ``region``.
+
+        Args:
+            region: An ATen program without side effects. The executor may edit it.
+            inputs: A fake tensor or symbolic integer for each input.
+
+        Returns:
+            A function of one list of inputs that returns the outputs.
+        """
+        raise NotImplementedError
