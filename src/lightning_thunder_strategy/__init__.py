@@ -1,5 +1,7 @@
 """A trace compiler behind Lightning's Trainer and Fabric: pick a strategy, keep your code."""
 
+from lightning.pytorch.strategies import StrategyRegistry
+
 from lightning_thunder_strategy import executors
 from lightning_thunder_strategy.compiler.compile import CompileError, compile
 from lightning_thunder_strategy.compiler.config import CompileConfig
@@ -7,6 +9,25 @@ from lightning_thunder_strategy.compiler.report import CompileWarning
 from lightning_thunder_strategy.compiler.trace import Trace
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.executors.base import Executor
+from lightning_thunder_strategy.inspection import explain, traces
+from lightning_thunder_strategy.strategies.registration import register
+from lightning_thunder_strategy.strategies.trainer import ThunderDDPStrategy, ThunderFSDPStrategy, ThunderStrategy
 
 __version__ = "0.1.0"
-__all__ = ["CompileConfig", "CompileError", "CompileWarning", "Executor", "Trace", "Transform", "compile", "executors"]
+__all__ = [
+    "CompileConfig",
+    "CompileError",
+    "CompileWarning",
+    "Executor",
+    "ThunderDDPStrategy",
+    "ThunderFSDPStrategy",
+    "ThunderStrategy",
+    "Trace",
+    "Transform",
+    "compile",
+    "executors",
+    "explain",
+    "traces",
+]
+
+register(StrategyRegistry, ThunderStrategy, ThunderDDPStrategy, ThunderFSDPStrategy)

@@ -95,10 +95,15 @@ def convert_frame_logger() -> logging.Logger:
     return logging.getLogger("torch._dynamo.convert_frame")
 
 
-def host_integer_config(sources: Sequence[str]) -> contextlib.AbstractContextManager:
-    """While open, integers reached through modules are symbolic, those named by ``sources`` from the first value on."""
+def compile_settings(sources: Sequence[str]) -> contextlib.AbstractContextManager:
+    """How Dynamo reads programs while this is open.
+
+    Integers reached through modules are symbolic, those named by ``sources`` (regular expressions) from the first value
+    on. Hooks that are put on a module after it was compiled make a new program. Recurrent layers may be part of one.
+    """
     stack = contextlib.ExitStack()
-    stack.enter_context(torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True))
+    settings = {"allow_unspec_int_on_nn_module": True, "skip_nnmodule_hook_guards": False, "allow_rnn": True}
+    stack.enter_context(torch._dynamo.config.patch(settings))
     if sources:
         known = [source for source in torch.compiler.config.dynamic_sources.split(",") if source]
         stack.enter_context(torch.compiler.config.patch(dynamic_sources=",".join([*known, *sources])))

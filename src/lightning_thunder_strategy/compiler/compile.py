@@ -53,7 +53,7 @@ class CompiledFunction:
         self.pipeline = pipeline
         self.record = record
         self._host_sources = tuple(host_sources)
-        self._function = function
+        self.module = next(iter(pipeline.modules.values()), None)
         self.fullgraph = pipeline.config.fullgraph
         self._compiled = torch.compile(
             _own_code(function), backend=pipeline, fullgraph=self.fullgraph, dynamic=pipeline.config.dynamic

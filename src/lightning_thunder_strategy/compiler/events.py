@@ -58,7 +58,7 @@ def _start(compile_id: str) -> None:
     record.compile_ids.add(compile_id)
     if _while_compiling is None:
         _while_compiling = contextlib.ExitStack()
-        _while_compiling.enter_context(_torch_compat.host_integer_config(HOST_SOURCES.get()))
+        _while_compiling.enter_context(_torch_compat.compile_settings(HOST_SOURCES.get()))
 
 
 def _end(compile_id: str) -> None:

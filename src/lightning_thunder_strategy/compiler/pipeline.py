@@ -42,7 +42,7 @@ class Pipeline:
         self.executors = tuple(executors)
         self.transforms = tuple(transforms)
         self.config = config
-        self._modules = dict(modules)
+        self.modules = dict(modules)
         self._agree = agree
         parts = [part.cache_key() for part in (*self.executors, *self.transforms)]
         self.cache_key = cache.pipeline_key([*parts, repr(config)])
@@ -144,7 +144,7 @@ class Pipeline:
     def _origins(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Origin]:
         """Names for the acquired program's inputs: qualified names for parameters and buffers."""
         known: dict[int, tuple[str, str]] = {}
-        for prefix, module in self._modules.items():
+        for prefix, module in self.modules.items():
             for kind, items in _named_tensors(module):
                 for name, value in items:
                     known.setdefault(id(value), (kind, f"{prefix}.{name}" if prefix else name))

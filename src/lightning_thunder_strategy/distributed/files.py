@@ -1,0 +1,70 @@
+"""Writes that complete or leave what was there before."""
+
+import ctypes
+import errno
+import os
+import shutil
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100
+
+
+def beside(path: Path) -> Path:
+    """A new hidden name in the same folder, for writing before renaming."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+
+
+@contextmanager
+def replacing(path: Path, temporary: Path) -> Iterator[Path]:
+    """Write to ``temporary`` inside the block; afterwards it takes the place of ``path``, file or folder.
+
+    If the block raises, ``temporary`` is removed and ``path`` is as it was.
+    """
+    try:
+        yield temporary
+        swap_in(temporary, path)
+    finally:
+        remove(temporary)
+
+
+def swap_in(new: Path, path: Path) -> None:
+    """Move ``new`` to ``path``; what was at ``path`` is removed. At every moment one of the two is at ``path``."""
+    if not os.path.lexists(path) or (path.is_file() and new.is_file()):
+        os.replace(new, path)
+        return
+    if not _exchange(new, path):  # a file system without exchange: the old one is away for a moment
+        old = beside(path)
+        os.replace(path, old)
+        os.replace(new, path)
+        remove(old)
+        return
+    remove(new)
+
+
+def remove(path: Path) -> None:
+    """Remove a file or folder, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    elif os.path.lexists(path):
+        path.unlink()
+
+
+def _exchange(first: Path, second: Path) -> bool:
+    """Exchange two names in one step, where the system can (Linux ``renameat2``)."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        renameat2 = ctypes.CDLL(None, use_errno=True).renameat2
+    except AttributeError:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        return False
+    raise OSError(error, os.strerror(error), str(second))

@@ -1,0 +1,92 @@
+"""Where parameters are at rest, and what a step sees of them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a module's parameters are spread over the ranks of a mesh. Subclasses say how.
+
+    Attributes:
+        mesh: One-dimensional mesh of the data-parallel ranks.
+    """
+
+    mesh: DeviceMesh
+
+    def place(self, parameter: nn.Parameter) -> nn.Parameter:
+        """The parameter at rest: what optimizers, callbacks and checkpoints see. May communicate."""
+        raise NotImplementedError
+
+    def gather(self, parameter: Tensor) -> Tensor:
+        """The plain tensor that a step computes with. Its gradient is averaged over the ranks. Traced by Dynamo."""
+        raise NotImplementedError
+
+    def accepts(self, parameter: Tensor) -> bool:
+        """Whether a stored parameter is one that :meth:`place` made."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Replicated(Scheme):
+    """Every rank holds the whole plain parameter; gradients are averaged by an all-reduce in the backward (DDP)."""
+
+    def place(self, parameter: nn.Parameter) -> nn.Parameter:
+        with torch.no_grad():
+            torch.distributed.broadcast(parameter.data, group=self.mesh.get_group(), group_src=0)
+        return parameter
+
+    def gather(self, parameter: Tensor) -> Tensor:
+        if not parameter.requires_grad:
+            return parameter
+        replicated = DTensor.from_local(parameter, self.mesh, [Replicate()], run_check=False)
+        return replicated.to_local(grad_placements=[Partial("avg")])
+
+    def accepts(self, parameter: Tensor) -> bool:
+        return not isinstance(parameter, DTensor)
+
+
+@dataclass(frozen=True)
+class Sharded(Scheme):
+    """Every rank holds a part of the rows (dimension 0) of each parameter; a step gathers the whole parameter where it
+    is used and reduce-scatters its gradient (ZeRO-2 and ZeRO-3, see https://arxiv.org/abs/1910.02054)."""
+
+    def place(self, parameter: nn.Parameter) -> nn.Parameter:
+        if isinstance(parameter, DTensor):
+            return parameter
+        placement = Shard(0) if parameter.ndim else Replicate()
+        placed = nn.Parameter(distribute_tensor(parameter.data, self.mesh, [placement]), parameter.requires_grad)
+        _carry_over(parameter, placed)
+        return placed
+
+    def gather(self, parameter: Tensor) -> Tensor:
+        return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+
+    def accepts(self, parameter: Tensor) -> bool:
+        return isinstance(parameter, DTensor)
+
+
+def _carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
+    """Hooks and attributes that users have put on a parameter stay with it."""
+    new.__dict__.update(old.__dict__)
+    for hooks, register in (
+        (old._backward_hooks, new.register_hook),
+        (getattr(old, "_post_accumulate_grad_hooks", None), new.register_post_accumulate_grad_hook),
+    ):
+        for hook in list((hooks or {}).values()):
+            register(hook)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The whole of a distributed tensor, on every rank (a collective); a plain tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local_bytes(tensor: Tensor) -> int:
+    """Bytes that this rank stores of a tensor."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()

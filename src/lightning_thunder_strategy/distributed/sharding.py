@@ -1,0 +1,266 @@
+"""Makes a plain module's parameters appear gathered inside a step, and as they are stored everywhere else.
+
+Each module gets a class of its own (same name, a subclass of the user's class) whose parameter attributes are
+properties. Nothing else of the module changes: parameters, buffers, hooks and state-dict keys stay where they are.
+"""
+
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.distributed.schemes import Scheme, whole
+
+
+class _Switch:
+    """What parameter attributes yield. Plain attributes, so that Dynamo can guard on them."""
+
+    on: bool = False  # attributes yield gathered tensors
+    listed: bool = True  # and so does ``parameters()``
+
+
+_GATHERING = _Switch()
+
+
+@contextmanager
+def gathering(listed: bool = True) -> Iterator[None]:
+    """While open, parameter attributes of parallelized modules yield the tensors to compute with.
+
+    Args:
+        listed: Whether ``parameters()`` yields them too (for weight penalties), or the stored parameters (for code that
+            clips gradients or steps optimizers).
+    """
+    before = _GATHERING.on, _GATHERING.listed
+    _GATHERING.on, _GATHERING.listed = True, listed
+    try:
+        yield
+    finally:
+        _GATHERING.on, _GATHERING.listed = before
+
+
+class ParameterReplacedError(RuntimeError):
+    """A parameter was replaced by one that is not spread over the ranks."""
+
+
+def parallelize(root: nn.Module, scheme: Scheme) -> dict[nn.Parameter, nn.Parameter]:
+    """Spread the parameters of ``root`` over the ranks.
+
+    Parameters that are spread already stay; a parameter used under several names stays one.
+
+    Returns:
+        Old parameter to new, for those that were replaced (an optimizer that holds the old ones must be told).
+
+    Raises:
+        TypeError: If a module cannot be handled: TorchScript, or lazy parameters that have no shape yet.
+        ValueError: If an attribute besides the parameters themselves refers to a parameter that must be replaced.
+    """
+    modules = list(root.named_modules())
+    _refuse_unsupported(modules)
+    placed: dict[nn.Parameter, nn.Parameter] = {}
+    for _, module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            if parameter not in placed:
+                placed[parameter] = scheme.place(parameter)
+            module._parameters[name] = placed[parameter]
+    replaced = {old: new for old, new in placed.items() if old is not new}
+    _refuse_stale_references(modules, replaced)
+    classes: dict[tuple, type] = {}
+    for _, module in modules:
+        if not is_parallelized(module):
+            key = (type(module), tuple(module._parameters))
+            if key not in classes:
+                classes[key] = _parallel_class(type(module), tuple(module._parameters), scheme)
+            module.__class__ = classes[key]
+    return replaced
+
+
+def has_sharded_parameters(root: nn.Module) -> bool:
+    """Whether any parameter is a distributed tensor."""
+    return any(isinstance(p, DTensor) for module in root.modules() for p in module._parameters.values())
+
+
+def move_to(root: nn.Module, device: torch.device) -> None:
+    """Move what has storage to ``device``. Distributed and meta tensors stay where they are.
+
+    ``Module.to`` cannot move distributed parameters once a program has been compiled over them.
+    """
+    tensors = [t for m in root.modules() for t in (*m._parameters.values(), *m._buffers.values()) if t is not None]
+    if not any(isinstance(tensor, DTensor) or tensor.is_meta for tensor in tensors):
+        root.to(device)
+        return
+    with torch.no_grad():
+        for module in root.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None and not isinstance(parameter, DTensor) and not parameter.is_meta:
+                    parameter.data = parameter.data.to(device)
+            for name, buffer in module._buffers.items():
+                if buffer is not None and not isinstance(buffer, DTensor) and not buffer.is_meta:
+                    module._buffers[name] = buffer.to(device)
+
+
+def is_parallelized(module: nn.Module) -> bool:
+    return "_lts_scheme" in vars(type(module))
+
+
+def scheme_of(module: nn.Module) -> Optional[Scheme]:
+    """How the module's parameters are spread, or ``None``."""
+    return getattr(type(module), "_lts_scheme", None)
+
+
+def original_class(module: nn.Module) -> type:
+    """The user's class of a module."""
+    return getattr(type(module), "_lts_original", type(module))
+
+
+def restore_classes(root: nn.Module) -> None:
+    """Give every module the user's own class back; parameters stay as they are stored. Does not communicate."""
+    for module in root.modules():
+        module.__class__ = original_class(module)
+
+
+def restore_parameters(root: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+    """Replace distributed parameters by whole plain ones, on every rank (collectives).
+
+    Returns:
+        Old parameter to new.
+    """
+    plain: dict[nn.Parameter, nn.Parameter] = {}
+    for module in root.modules():
+        for name, parameter in module._parameters.items():
+            if not isinstance(parameter, DTensor):
+                continue
+            if parameter not in plain:
+                with torch.no_grad():
+                    plain[parameter] = nn.Parameter(whole(parameter.detach()).clone(), parameter.requires_grad)
+                plain[parameter].__dict__.update({k: v for k, v in parameter.__dict__.items() if not k.startswith("_")})
+            module._parameters[name] = plain[parameter]
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, DTensor):
+                module._buffers[name] = whole(buffer)
+    return plain
+
+
+# ---------------------------------------------------------------------------------------------------- the class
+
+
+def _parallel_class(original: type, names: tuple[str, ...], scheme: Scheme) -> type:
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _GATHERING.on:
+            return original.__call__(self, *args, **kwargs)
+        _GATHERING.on = True
+        try:
+            return original.__call__(self, *args, **kwargs)
+        finally:
+            _GATHERING.on = False
+
+    def named_parameters(
+        self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        if not (_GATHERING.on and _GATHERING.listed):
+            yield from original.named_parameters(self, prefix, recurse, remove_duplicate)  # type: ignore[attr-defined]
+            return
+        seen = set()
+        modules = self.named_modules(prefix=prefix, remove_duplicate=remove_duplicate) if recurse else [(prefix, self)]
+        for module_name, module in modules:
+            for name, parameter in module._parameters.items():
+                if parameter is None or (remove_duplicate and parameter in seen):
+                    continue
+                seen.add(parameter)
+                yield f"{module_name}.{name}" if module_name else name, getattr(module, name)
+
+    def get_parameter(self: nn.Module, target: str) -> Tensor:
+        path, _, name = target.rpartition(".")
+        owner = self.get_submodule(path)
+        if name not in owner._parameters:
+            raise AttributeError(f"{type(owner).__name__} has no parameter `{name}`")
+        return getattr(owner, name)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        return _rebuild, (original, names, scheme), self.__getstate__()
+
+    namespace: dict[str, Any] = {
+        "__call__": call,
+        "__reduce_ex__": reduce,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "named_parameters": named_parameters,
+        "get_parameter": get_parameter,
+        "_lts_scheme": scheme,
+        "_lts_original": original,
+        **{name: property(_getter(name, scheme)) for name in names},
+    }
+    if issubclass(original, nn.RNNBase):
+        namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
+    return types.new_class(original.__name__, (original,), exec_body=lambda ns: ns.update(namespace))
+
+
+def _getter(name: str, scheme: Scheme) -> Callable[[nn.Module], Any]:
+    def get(self: nn.Module) -> Any:
+        if name not in self._parameters:
+            raise AttributeError(f"{type(self).__name__} has no parameter `{name}`")
+        parameter = self._parameters[name]
+        if parameter is None or not (_GATHERING.on or _torch_compat.in_backward()):
+            return parameter
+        if not scheme.accepts(parameter):
+            raise ParameterReplacedError(
+                f"The parameter `{name}` of {type(self).__name__} was replaced after the strategy had set up the "
+                "module, so it is not spread over the ranks. Replace parameters before `fit` or in `configure_model`, "
+                "or change its values in place."
+            )
+        return scheme.gather(parameter)
+
+    return get
+
+
+def _flat_weights(self: nn.RNNBase) -> list[Any]:
+    """Recurrent layers keep a list of their weights: it must follow the attributes."""
+    return [getattr(self, name, None) for name in self._flat_weights_names]
+
+
+def _rebuild(original: type, names: tuple[str, ...], scheme: Scheme) -> nn.Module:
+    """Deepcopy and pickle make a parallelized module again."""
+    return object.__new__(_parallel_class(original, names, scheme))
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+def _refuse_unsupported(modules: list[tuple[str, nn.Module]]) -> None:
+    for name, module in modules:
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"The module `{name}` ({type(module).__name__}) is TorchScript, whose parameters cannot be spread over "
+                "ranks: pass the module it was scripted from."
+            )
+        for parameter_name, parameter in module._parameters.items():
+            if isinstance(parameter, nn.parameter.UninitializedParameter):
+                raise TypeError(
+                    f"The parameter `{name}.{parameter_name}` has no shape yet (a lazy module): call the module once "
+                    "on an example batch before `fit`."
+                )
+
+
+def _refuse_stale_references(modules: list[tuple[str, nn.Module]], replaced: dict[nn.Parameter, nn.Parameter]) -> None:
+    """A list or attribute that still holds an old parameter would silently be left out of training."""
+    if not replaced:
+        return
+    for module_name, module in modules:
+        for name, value in vars(module).items():
+            if name in ("_parameters", "_buffers", "_modules", "_flat_weights"):
+                continue
+            held = list(value.values()) if isinstance(value, dict) else value
+            held = held if isinstance(held, (list, tuple, set)) else [held]
+            if any(isinstance(item, nn.Parameter) and item in replaced for item in held):
+                raise ValueError(
+                    f"The attribute `{name}` of `{module_name or type(module).__name__}` holds a parameter that the "
+                    "strategy replaces by its shard. Look the parameter up by its own attribute instead of keeping a "
+                    "second reference, or make the attribute an nn.ParameterList."
+                )

@@ -1,0 +1,58 @@
+"""Lightning's own machinery kept out of the compiled parts of a step: the breaks sit only where it works."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch.optim import Optimizer
+from torchmetrics import Metric, MetricCollection
+
+_MODULE_METHODS = (
+    "log", "log_dict", "print", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer",
+    "optimizers", "lr_schedulers", "clip_gradients", "configure_gradient_clipping", "all_gather", "lr_scheduler_step",
+)  # fmt: skip
+
+
+class OpaqueMachinery:
+    """Wraps a module's Lightning methods, optimizers and metrics so that Dynamo calls them and does not read them.
+
+    Args:
+        module: The LightningModule.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._wrapped: dict[int, tuple[Any, dict[str, Callable]]] = {}
+
+    @contextmanager
+    def hidden(self, optimizers: Sequence[Any]) -> Iterator[None]:
+        """While open, the machinery is hidden. ``optimizers``: optimizers and schedulers that the step may use."""
+        targets: list[tuple[Any, tuple[str, ...]]] = [(self._module, _MODULE_METHODS)]
+        targets += [(item, ("step", "zero_grad") if _is_optimizer(item) else ("step",)) for item in optimizers]
+        metrics = [m for m in self._module.modules() if isinstance(m, (Metric, MetricCollection))]
+        targets += [(metric, ("forward", "update", "compute", "reset")) for metric in metrics]
+        saved = []
+        try:
+            for target, names in targets:
+                attributes = vars(target)
+                saved.append((attributes, names, {name: attributes[name] for name in names if name in attributes}))
+                attributes.update(self._hidden_methods(target, names))
+            yield
+        finally:
+            for attributes, names, before in saved:
+                for name in names:
+                    attributes.pop(name, None)
+                attributes.update(before)
+
+    def _hidden_methods(self, target: Any, names: Sequence[str]) -> dict[str, Callable]:
+        """Made once for each object, so that guards on them hold from step to step."""
+        if id(target) not in self._wrapped:
+            methods = {name: torch.compiler.disable(getattr(target, name)) for name in names if hasattr(target, name)}
+            self._wrapped[id(target)] = (target, methods)
+        return self._wrapped[id(target)][1]
+
+
+def _is_optimizer(item: Any) -> bool:
+    return isinstance(item, Optimizer) or hasattr(item, "zero_grad")

@@ -1,0 +1,197 @@
+"""A LightningModule's step as a compiled function, in the largest unit that can be compiled."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, Optional
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+from lightning_thunder_strategy.compiler.compile import CompiledFunction, CompileError
+from lightning_thunder_strategy.compiler.pipeline import Pipeline
+from lightning_thunder_strategy.compiler.report import Record, recording, warn
+from lightning_thunder_strategy.distributed.agreement import AgreedFallback, Agreement
+from lightning_thunder_strategy.steps.opaque import OpaqueMachinery
+from lightning_thunder_strategy.steps.recorder import StepRecorder
+from lightning_thunder_strategy.steps.submodules import CompiledSubmodules
+
+Unit = Literal["whole", "parts", "forward", "submodules", "eager"]
+
+HOST_SOURCES = (r".*optim_progress.*", r".*optim_step_progress.*", r".*epoch_progress.*", r"L\['args'\]\[[12]\]")
+"""Where a step finds integers that change from step to step: the Trainer's counters, ``batch_idx``, ``dataloader_idx``."""
+
+_FIRST_UNIT: dict[str, Unit] = {"step": "whole", "forward": "forward", "submodules": "submodules", "off": "eager"}
+_MODE: dict[Unit, str] = {
+    "whole": "step", "parts": "step", "forward": "forward", "submodules": "submodules", "eager": "off",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StepPipelines:
+    """The two ways in which steps are compiled: as one program or not at all, and with breaks."""
+
+    whole: Pipeline
+    parts: Pipeline
+
+
+class CompiledStep:
+    """Calls one step method of a module compiled, and falls back to smaller units with one message each.
+
+    Args:
+        module: The LightningModule.
+        name: ``training_step``, ``validation_step``, ``test_step`` or ``predict_step``.
+        pipelines: How to compile.
+        recorder: Shared by the steps of the module.
+        machinery: Shared by the steps of the module.
+        agreement: How ranks agree on falling back; ``None`` on one process.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        name: str,
+        pipelines: StepPipelines,
+        recorder: StepRecorder,
+        machinery: OpaqueMachinery,
+        agreement: Optional[Agreement],
+    ) -> None:
+        self._module = module
+        self._name = name
+        self._pipelines = pipelines
+        self._recorder = recorder
+        self._machinery = machinery
+        self._agreement = agreement
+        self._fullgraph = pipelines.whole.config.fullgraph and pipelines.parts.config.fullgraph
+        self._functions: dict[str, Any] = {}
+        self.unit: Unit = _FIRST_UNIT[pipelines.whole.config.mode]
+        self.record = Record(name, _MODE[self.unit])
+        if name == "training_step" and not module.automatic_optimization and self.unit == "whole":
+            self._begin_manual_optimization()
+
+    def __call__(
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        optimizers: Sequence[Any],
+        environment: Callable[[], AbstractContextManager],
+    ) -> Any:
+        """Call the step.
+
+        Args:
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            optimizers: Optimizers and schedulers that it may use.
+            environment: Opened around the step's own code, and not around replayed logging.
+        """
+        if self._agreement is not None:
+            self._agreement.begin(self._name)
+        while True:
+            try:
+                return self._run(tuple(args), kwargs, optimizers, environment)
+            except (CompileError, AgreedFallback) as error:
+                self._fall_back(error)
+
+    def continue_record(self, record: Record) -> None:
+        """Add to the record of an earlier stage of the same step."""
+        record.mode, record.note, record.limit_reason = self.record.mode, self.record.note, None
+        self.record = record
+
+    def dry_run(self, args: tuple, environment: Callable[[], AbstractContextManager]) -> Any:
+        """Compile the step as one program by calling it, without its logging and metrics. Does nothing if it is not one."""
+        if self.unit != "whole":
+            return None
+        if self._agreement is not None:
+            self._agreement.begin(self._name)
+        try:
+            with self._recorder.recording(), environment():
+                return self._function("whole", self._pipelines.whole)(*args)
+        except (CompileError, AgreedFallback) as error:
+            self._fall_back(error)
+            return None
+
+    def compile_forward(self, inputs: Any, environment: Callable[[], AbstractContextManager]) -> None:
+        """Compile the module's forward on example inputs."""
+        if self.unit != "forward" or not is_overridden("forward", self._module):
+            return
+        inputs = inputs if isinstance(inputs, (tuple, list, dict)) else (inputs,)
+        with recording(self.record), environment():
+            self._compiled_submodules(True).compile_root(inputs)
+
+    # ------------------------------------------------------------------------------------------------------- units
+
+    def _run(self, args: tuple, kwargs: dict, optimizers: Sequence[Any], environment: Callable) -> Any:
+        if self.unit == "whole":
+            with self._recorder.recording(), environment():
+                output = self._function("whole", self._pipelines.whole)(*args, **kwargs)
+            return self._recorder.replay(output)
+        if self.unit == "parts":
+            with self._machinery.hidden(optimizers), environment():
+                output = self._function("parts", self._pipelines.parts)(*args, **kwargs)
+            if self.record.limit_reason is not None:
+                self._enter("submodules", "it was compiled too often (see the warning above)")
+            return output
+        method = getattr(self._module, self._name)
+        with recording(self.record), environment():
+            if self.unit == "eager":
+                return method(*args, **kwargs)
+            return self._submodules(lambda: method(*args, **kwargs))
+
+    def _function(self, unit: str, pipeline: Pipeline) -> CompiledFunction:
+        if unit not in self._functions:
+            module, name = self._module, self._name
+
+            def step(*args: Any, **kwargs: Any) -> Any:
+                return getattr(module, name)(*args, **kwargs)
+
+            self._functions[unit] = CompiledFunction(step, pipeline, self.record, HOST_SOURCES)
+        return self._functions[unit]
+
+    def _compiled_submodules(self, forward: bool) -> CompiledSubmodules:
+        if self.unit not in self._functions:
+            self._functions[self.unit] = CompiledSubmodules(self._module, self._pipelines.parts, self.record, forward)
+        return self._functions[self.unit]
+
+    def _submodules(self, call: Callable[[], Any]) -> Any:
+        compiled = self._compiled_submodules(self.unit == "forward" and is_overridden("forward", self._module))
+        first = compiled.entries is None
+        result = compiled(call)
+        if first and self.unit == "forward" and self._module not in (compiled.entries or {}):
+            self._functions["submodules"] = compiled
+            self._enter("submodules", "the step does not call the module's own forward")
+        if first and not compiled.entries:
+            self._enter("eager", "it calls no submodule that has parameters")
+        return result
+
+    # ---------------------------------------------------------------------------------------------------- fallback
+
+    def _fall_back(self, error: Exception) -> None:
+        if isinstance(error, AgreedFallback):
+            error = CompileError(self._name, "another rank could not compile it as one program", None, None, False)
+        elif self._agreement is not None and self.unit == "whole":
+            self._agreement.fall_back(self._name)
+        if self._fullgraph or not isinstance(error, CompileError) or self.unit != "whole":
+            raise error
+        where = f"{error.file}:{error.line}: " if error.file else ""
+        self._enter("submodules" if error.recompile_limit else "parts", f"{where}{error.reason}")
+
+    def _begin_manual_optimization(self) -> None:
+        if self._fullgraph:
+            raise CompileError(
+                self._name, "it uses manual optimization, whose backward and optimizer steps cannot be part of the program",
+                None, None, False,
+            )  # fmt: skip
+        self._enter("parts", "it uses manual optimization")
+
+    def _enter(self, unit: Unit, reason: str) -> None:
+        """Go on with a smaller unit and say so."""
+        what = {
+            "parts": "The parts between such places are compiled; Lightning's own calls, backward and optimizer steps in "
+            "the step run eagerly.",
+            "submodules": "Instead the outermost submodules that it calls are compiled; the rest of it runs eagerly.",
+            "eager": "Nothing of it is compiled.",
+        }[unit]
+        self.unit = unit
+        self.record.mode = _MODE[unit]
+        self.record.note = f"not one compiled program: {reason.rstrip('.')}. {what}"
+        warn(f"{self._name} is {self.record.note} Set fullgraph=True to make this an error.")

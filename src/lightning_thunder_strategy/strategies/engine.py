@@ -1,0 +1,158 @@
+"""What the strategies of Trainer and Fabric share: one module, spread over the ranks and compiled."""
+
+import dataclasses
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Literal, Optional
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Adafactor, Optimizer
+
+from lightning_thunder_strategy.compiler.compile import make_pipeline
+from lightning_thunder_strategy.compiler.pipeline import Pipeline
+from lightning_thunder_strategy.compiler.report import Record, Report, warn
+from lightning_thunder_strategy.compiler.transform import Transform
+from lightning_thunder_strategy.distributed import sharding
+from lightning_thunder_strategy.distributed.agreement import Agreement
+from lightning_thunder_strategy.distributed.buffers import broadcast_buffers
+from lightning_thunder_strategy.distributed.checkpoint import exchange_parameters
+from lightning_thunder_strategy.distributed.initialization import materialize
+from lightning_thunder_strategy.distributed.mesh import data_mesh
+from lightning_thunder_strategy.distributed.schemes import Replicated, Scheme, Sharded, local_bytes
+from lightning_thunder_strategy.strategies.options import StrategyOptions
+from lightning_thunder_strategy.transforms.deduplicate_unshard import DeduplicateUnshard, RefuseLostEdits
+from lightning_thunder_strategy.transforms.unshard_policy import GatherAgain
+
+Parallelism = Literal["none", "ddp", "zero2", "zero3"]
+
+_AUTO_UNSHARD_LIMIT = 2**30  # bytes of the full model
+
+
+class Engine:
+    """Spreads modules over ranks, compiles them, and gives them back.
+
+    Args:
+        options: What the strategy was configured with.
+        parallelism: How parameters are spread.
+        timeout: How long to wait for other ranks.
+    """
+
+    def __init__(self, options: StrategyOptions, parallelism: Parallelism, timeout: Optional[timedelta] = None) -> None:
+        self.options = options
+        self.parallelism = parallelism
+        self._timeout = timeout
+        self.scheme: Optional[Scheme] = None
+        self.agreement: Optional[Agreement] = None
+        self.failed = False
+
+    @property
+    def sharded(self) -> bool:
+        return self.parallelism in ("zero2", "zero3")
+
+    def connect_ranks(self, device: torch.device) -> None:
+        """After the process group exists: make the mesh."""
+        if self.parallelism == "none":
+            return
+        mesh = data_mesh(device.type)
+        self.scheme = Sharded(mesh) if self.sharded else Replicated(mesh)
+        self.agreement = Agreement(self._timeout) if mesh.size() > 1 else None
+
+    # ------------------------------------------------------------------------------------------------------- modules
+
+    def setup_module(self, module: nn.Module, device: torch.device, optimizers: Sequence[Optimizer] = ()) -> nn.Module:
+        """Spread the parameters of ``module`` over the ranks, on ``device``. May be called again.
+
+        Args:
+            module: The module; parameters on the meta device are initialised by their modules.
+            device: Where the parameters go.
+            optimizers: Optimizers that already hold the module's parameters.
+        """
+        for transform in self.options.transforms:
+            transform.module(module)
+        place = self.scheme.place if self.sharded and self.scheme is not None else None
+        replaced = materialize(module, device, place)
+        if self.scheme is not None:
+            replaced.update(sharding.parallelize(module, self.scheme))
+        for optimizer in optimizers:
+            self.check_optimizer(optimizer)
+            if any(optimizer.state.get(parameter) for parameter in replaced):
+                raise ValueError(
+                    "An optimizer that has already taken steps was set up together with a module whose parameters are "
+                    "sharded: its state would be lost. Set the optimizer up before its first step."
+                )
+            exchange_parameters(optimizer, replaced)
+        if self.scheme is not None:
+            broadcast_buffers(module, self.scheme.mesh)
+        return module
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse optimizers that cannot work on parameters whose rows are spread unevenly.
+
+        Raises:
+            TypeError: With the reason and what to use instead.
+        """
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if not self.sharded or not isinstance(optimizer, (Adafactor, LBFGS)):
+            return
+        reason = (
+            "it takes statistics of whole rows and columns" if isinstance(optimizer, Adafactor)
+            else "it flattens all parameters into one vector"
+        )  # fmt: skip
+        raise TypeError(
+            f"The optimizer {type(optimizer).__name__} cannot work on sharded parameters: {reason}. Use AdamW, Adam or "
+            "SGD, or a strategy that keeps parameters whole, such as ThunderDDPStrategy."
+        )
+
+    def release_module(self, module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+        """Make the module the user's own again. After a failure nothing is communicated.
+
+        Returns:
+            Old parameter to new, for those that were gathered.
+        """
+        if self.scheme is None:
+            return {}
+        sharding.restore_classes(module)
+        if not any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+            return {}
+        total = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+        unshard = self.options.unshard_on_teardown
+        if self.failed or unshard is False or (unshard == "auto" and total >= _AUTO_UNSHARD_LIMIT):
+            why = "after an error nothing is gathered" if self.failed else (
+                f"unshard_on_teardown={unshard!r} and the full model has {total / 2**30:.1f} GiB"
+            )  # fmt: skip
+            warn(f"The parameters stay sharded (DTensor), because {why}. Save a checkpoint to use the model elsewhere.")
+            return {}
+        return sharding.restore_parameters(module)
+
+    # ------------------------------------------------------------------------------------------------------- compile
+
+    def pipeline(self, module: nn.Module, fullgraph: bool) -> Pipeline:
+        """A pipeline for programs of ``module``: our sharding passes first, then the user's transforms."""
+        config = dataclasses.replace(self.options.compile_config, fullgraph=fullgraph)
+        transforms = (*self._sharding_passes(), *self.options.transforms)
+        return make_pipeline(self.options.executors, transforms, config, {"": module}, self.agreement)
+
+    def _sharding_passes(self) -> tuple[Transform, ...]:
+        if self.scheme is None:
+            return ()
+        passes: tuple[Transform, ...] = (
+            (RefuseLostEdits(), DeduplicateUnshard()) if self.sharded else (DeduplicateUnshard(),)
+        )
+        return (*passes, GatherAgain()) if self.parallelism == "zero3" else passes
+
+    # -------------------------------------------------------------------------------------------------------- report
+
+    def report(self, records: Sequence[Record], module: Optional[nn.Module]) -> Report:
+        """What was compiled, and how large the parameters are."""
+        return Report(list(records), parameter_bytes(module))
+
+
+def parameter_bytes(module: Optional[nn.Module]) -> dict[str, int]:
+    """Bytes of all parameters, and of the part that this rank stores."""
+    parameters = list(module.parameters()) if module is not None else []
+    return {
+        "total_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        "local_bytes": sum(local_bytes(parameter) for parameter in parameters),
+    }

@@ -1,0 +1,199 @@
+"""The strategies for Lightning's Trainer."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
+from typing import Optional
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from typing_extensions import override
+
+from lightning_thunder_strategy.compiler.transform import Transform
+from lightning_thunder_strategy.distributed.buffers import broadcast_buffers
+from lightning_thunder_strategy.distributed.initialization import sharded_construction
+from lightning_thunder_strategy.strategies.engine import Engine
+from lightning_thunder_strategy.strategies.options import (
+    Compile,
+    Executors,
+    Sharding,
+    StartMethod,
+    StateDictType,
+    StrategyOptions,
+    Unshard,
+    check_sharding,
+    check_single_device,
+    compile_config,
+)
+from lightning_thunder_strategy.strategies.trainer_base import CompiledStepsStrategy
+
+
+class ThunderStrategy(CompiledStepsStrategy, SingleDeviceStrategy):
+    """Trains on one device with compiled steps.
+
+    Args:
+        executors: What runs the parts of the program: ``"auto"``, or names in priority order such as ``["inductor"]``;
+            ``eager`` takes what is left.
+        transforms: Your own passes over the program, in order.
+        compile: ``"step"``, ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
+        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder of
+            ``torch.distributed.checkpoint``.
+        report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
+
+    Raises:
+        ValueError: If an option has a value that is not allowed.
+    """
+
+    strategy_name = "thunder"
+
+    def __init__(
+        self,
+        executors: Executors = "auto",
+        transforms: Sequence[Transform] = (),
+        compile: Compile = "step",
+        state_dict_type: StateDictType = "full",
+        report: bool = False,
+    ) -> None:
+        super().__init__()
+        config = compile_config(compile, highest="step")
+        self._use(
+            Engine(StrategyOptions(executors, tuple(transforms), config, "auto", state_dict_type, report), "none")
+        )
+
+    @property
+    def parallel_devices(self) -> Optional[list[torch.device]]:
+        """Set by the Trainer; one device."""
+        return None
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Optional[list[torch.device]]) -> None:
+        self._root_device = check_single_device(type(self).__name__, devices, self._root_device)
+
+
+class _Distributed(CompiledStepsStrategy, DDPStrategy):
+    """What our strategies of several processes share; Lightning's DDP strategy knows launchers and ranks."""
+
+    is_distributed = True  # type: ignore[assignment]
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._engine.connect_ranks(self.root_device)
+
+
+class ThunderDDPStrategy(_Distributed):
+    """Trains on several processes with whole parameters on each; gradients are averaged inside the compiled backward.
+
+    Args:
+        executors: What runs the parts of the program: ``"auto"``, or names in priority order such as ``["inductor"]``;
+            ``eager`` takes what is left.
+        transforms: Your own passes over the program, in order.
+        compile: ``"step"``, ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
+        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder of
+            ``torch.distributed.checkpoint``.
+        report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
+        broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero before each step.
+        process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
+        timeout: How long ranks wait for each other.
+        start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or
+            ``"forkserver"``.
+
+    Raises:
+        ValueError: If an option has a value that is not allowed.
+    """
+
+    strategy_name = "thunder_ddp"
+
+    def __init__(
+        self,
+        executors: Executors = "auto",
+        transforms: Sequence[Transform] = (),
+        compile: Compile = "step",
+        state_dict_type: StateDictType = "full",
+        report: bool = False,
+        broadcast_buffers: bool = True,
+        process_group_backend: Optional[str] = None,
+        timeout: Optional[timedelta] = default_pg_timeout,
+        start_method: StartMethod = "popen",
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
+        config = compile_config(compile, highest="step")
+        options = StrategyOptions(executors, tuple(transforms), config, "auto", state_dict_type, report)
+        self._use(Engine(options, "ddp", timeout))
+        self._broadcast_buffers = broadcast_buffers
+
+    @override
+    def _before_step(self) -> None:
+        if self._broadcast_buffers and self._stage == "training" and self._engine.scheme is not None:
+            assert self.lightning_module is not None
+            broadcast_buffers(self.lightning_module, self._engine.scheme.mesh)
+
+
+class ThunderFSDPStrategy(_Distributed):
+    """Trains on several processes with each parameter, its gradient and its optimizer state spread over them.
+
+    Inside a step a parameter is gathered where it is used, and its gradient reduce-scattered, as part of the compiled
+    program (ZeRO, https://arxiv.org/abs/1910.02054). Everywhere else parameters are ``DTensor``.
+
+    Args:
+        sharding: ``"zero3"`` gathers a parameter again in the backward, ``"zero2"`` keeps the gathered one.
+        executors: What runs the parts of the program: ``"auto"``, or names in priority order such as ``["inductor"]``;
+            ``eager`` takes what is left.
+        transforms: Your own passes over the program, in order.
+        compile: ``"step"``, ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
+        unshard_on_teardown: Whether the module has whole, plain parameters again after ``fit``: ``True``, ``False``, or
+            ``"auto"`` for models under 1 GiB.
+        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder to
+            which each rank writes its part.
+        report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
+        process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
+        timeout: How long ranks wait for each other.
+        start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or
+            ``"forkserver"``.
+
+    Raises:
+        ValueError: If an option has a value that is not allowed.
+    """
+
+    strategy_name = "thunder_fsdp"
+
+    def __init__(
+        self,
+        sharding: Sharding = "zero3",
+        executors: Executors = "auto",
+        transforms: Sequence[Transform] = (),
+        compile: Compile = "step",
+        unshard_on_teardown: Unshard = "auto",
+        state_dict_type: StateDictType = "full",
+        report: bool = False,
+        process_group_backend: Optional[str] = None,
+        timeout: Optional[timedelta] = default_pg_timeout,
+        start_method: StartMethod = "popen",
+    ) -> None:
+        check_sharding(sharding)
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
+        config = compile_config(compile, highest="step")
+        options = StrategyOptions(executors, tuple(transforms), config, unshard_on_teardown, state_dict_type, report)
+        self._use(Engine(options, sharding, timeout))
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: Optional[bool] = None) -> Iterator[None]:
+        device: AbstractContextManager = torch.device("meta") if empty_init else nullcontext()
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        if self._engine.scheme is None:
+            yield
+            return
+        with sharded_construction(self._engine.scheme):
+            yield

@@ -1,0 +1,302 @@
+"""What all our Trainer strategies do: compiled steps, states, setup and teardown."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Optional
+
+import lightning.pytorch as pl
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.fabric.utilities.types import _PATH as PathLike
+from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_thunder_strategy.compiler.config import CompileConfig
+from lightning_thunder_strategy.compiler.report import Record, Report
+from lightning_thunder_strategy.distributed import checkpoint as states
+from lightning_thunder_strategy.distributed import sharding
+from lightning_thunder_strategy.steps.opaque import OpaqueMachinery
+from lightning_thunder_strategy.steps.precompile import compile_early
+from lightning_thunder_strategy.steps.recorder import StepRecorder
+from lightning_thunder_strategy.steps.step import CompiledStep, StepPipelines
+from lightning_thunder_strategy.strategies import storage
+from lightning_thunder_strategy.strategies.engine import Engine
+
+_STAGES = {TrainerFn.FITTING: "training", TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test",
+           TrainerFn.PREDICTING: "predict"}  # fmt: skip
+
+
+class CompiledStepsStrategy(Strategy):
+    """Base of the Trainer strategies, mixed in before the Lightning class that knows launchers and ranks."""
+
+    _engine: Engine
+
+    def _use(self, engine: Engine) -> None:
+        self._engine = engine
+        self._steps: dict[str, CompiledStep] = {}
+        self._records: dict[str, Record] = {}
+        self._shared: Optional[tuple[StepRecorder, OpaqueMachinery]] = None
+        self._example_batch: Any = None
+
+    @property
+    def compile_config(self) -> CompileConfig:
+        """The options that ``compile=`` stands for."""
+        return self._engine.options.compile_config
+
+    # -------------------------------------------------------------------------------------------------------- setup
+
+    @override
+    def connect(self, model: "pl.LightningModule") -> None:
+        if getattr(model, "_compiler_ctx", None) is not None:
+            raise TypeError(
+                f"{type(model).__name__} is already compiled with torch.compile, and {type(self).__name__} compiles it "
+                "itself: pass the plain module (`trainer.fit(model)` instead of `trainer.fit(torch.compile(model))`)."
+            )
+        if model is not self.lightning_module:
+            self._records = {}
+            self._drop_steps()
+        super().connect(model)
+
+    @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        assert self.accelerator is not None and self.model is not None
+        self._engine.failed = False
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        layer_sync = getattr(self, "_layer_sync", None)
+        if fitting and layer_sync is not None:
+            self.model = layer_sync.apply(self.model)
+        if not sharding.has_sharded_parameters(self.model):
+            self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        self.model = self._setup_model(self.model)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting:
+            optimizers_to_device(self.optimizers, self.root_device)
+        self._stage = _STAGES[trainer.state.fn]
+        self._compile_early(fitting)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        sharding.move_to(self.model, self.root_device)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        if self._engine.scheme is not None:
+            self._drop_steps()  # programs hold the parameters of the earlier stage
+        return self._engine.setup_module(model, self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: "pl.Trainer") -> None:
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        for optimizer in self.optimizers:
+            self._engine.check_optimizer(optimizer)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._engine.failed = True
+
+    @override
+    def teardown(self) -> None:
+        module = self.lightning_module
+        self._drop_steps()
+        if module is not None:
+            if self._engine.options.report and self.is_global_zero and "training_step" in self._records:
+                from rich.console import Console
+
+                Console().print(self.report())
+            replaced = self._engine.release_module(module)
+            for optimizer in self.optimizers:
+                states.exchange_parameters(optimizer, replaced)
+            if sharding.has_sharded_parameters(module):
+                self._lightning_module = None  # the base class would move it
+        sharded_optimizers = self._optimizers if self._engine.sharded else []
+        if sharded_optimizers:
+            self._optimizers = []
+        try:
+            super().teardown()
+        finally:
+            self._lightning_module = module
+            if sharded_optimizers:
+                self._optimizers = sharded_optimizers
+
+    def __getstate__(self) -> dict:
+        state = super().__getstate__()
+        state.update(_steps={}, _shared=None)
+        return state
+
+    # -------------------------------------------------------------------------------------------------------- steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.train_step_context():
+            return self._call_step("training_step", args, kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._call_step("validation_step", args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._call_step("test_step", args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            return self._call_step("predict_step", args, kwargs)
+
+    def _call_step(self, name: str, args: tuple, kwargs: dict) -> Any:
+        schedulers = [config.scheduler for config in self.lr_scheduler_configs]
+        self._before_step()
+        return self._step(name)(
+            args, kwargs, [*self._lightning_optimizers, *self.optimizers, *schedulers], self._gathering
+        )
+
+    def _before_step(self) -> None:
+        """What happens before each step, outside its program."""
+
+    def _gathering(self) -> AbstractContextManager:
+        if self._engine.scheme is None:
+            return nullcontext()
+        assert self.lightning_module is not None
+        return sharding.gathering(listed=self.lightning_module.automatic_optimization)
+
+    def _step(self, name: str) -> CompiledStep:
+        if name not in self._steps:
+            module = self.lightning_module
+            assert module is not None
+            if self._shared is None:
+                self._shared = (StepRecorder(module), OpaqueMachinery(module))
+            fullgraph = self.compile_config.fullgraph
+            pipelines = StepPipelines(self._engine.pipeline(module, True), self._engine.pipeline(module, fullgraph))
+            step = CompiledStep(module, name, pipelines, *self._shared, self._engine.agreement)
+            if name in self._records:
+                step.continue_record(self._records[name])
+            self._records[name] = step.record
+            self._steps[name] = step
+        return self._steps[name]
+
+    def _drop_steps(self) -> None:
+        self._steps = {}
+        self._shared = None
+
+    def precompile(self, batch: Any) -> None:
+        """Compile the training step during setup of the next ``fit`` instead of at its first batch.
+
+        Args:
+            batch: A batch as the training dataloader yields it. It is only read for its structure, shapes and dtypes;
+                buffers, gradients and random numbers are as before afterwards.
+        """
+        self._example_batch = batch
+
+    def _compile_early(self, fitting: bool) -> None:
+        module = self.lightning_module
+        assert module is not None
+        if fitting and self._example_batch is not None:
+            batch = self.batch_to_device(self._example_batch)
+            step = self._step("training_step")
+            with self.precision_plugin.train_step_context():
+                compile_early(module, step, (batch, 0), self._gathering)
+        elif module.example_input_array is not None:
+            inputs = self.batch_to_device(module.example_input_array)
+            if self.compile_config.mode == "forward":
+                self._step(f"{self._stage}_step").compile_forward(inputs, self._gathering)
+            elif self._stage == "predict" and not is_overridden("predict_step", module):
+                compile_early(module, self._step("predict_step"), (inputs, 0), self._gathering)
+
+    # ------------------------------------------------------------------------------------------------------- report
+
+    def records(self) -> list[Record]:
+        """What was compiled, one record a step."""
+        return list(self._records.values())
+
+    def report(self) -> Report:
+        """What was compiled, by whom, and what was not."""
+        return self._engine.report(self.records(), self.lightning_module)
+
+    # ------------------------------------------------------------------------------------------------------- states
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        state = self.lightning_module.state_dict()
+        return self._full(state) if self._engine.options.state_dict_type == "full" else state
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        if self._engine.options.state_dict_type == "full":
+            return self._full(optimizer.state_dict())
+        assert self.lightning_module is not None
+        return states.named_optimizer_state(optimizer, states.parameter_names(self.lightning_module))
+
+    def _full(self, state: Any) -> Any:
+        return states.full_state(state, keep=self.is_global_zero)
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
+    ) -> None:
+        filepath = self.broadcast(filepath)
+        sharded = self._engine.options.state_dict_type == "sharded"
+        if not sharded and (type(self.checkpoint_io) is not TorchCheckpointIO or not storage.is_local(filepath)):
+            super().save_checkpoint(checkpoint, filepath, storage_options)  # a user's own way to write
+            return
+        if storage_options is not None:
+            raise TypeError(
+                f"storage_options={storage_options!r} is not supported by {type(self).__name__} with its own "
+                "checkpoint files: pass a CheckpointIO plugin that understands them."
+            )
+        path = Path(filepath)
+        if not sharded:
+            storage.write_file(self, path, lambda temporary: self.checkpoint_io.save_checkpoint(checkpoint, temporary))
+            return
+        if not storage.is_local(filepath):
+            raise ValueError(f"state_dict_type='sharded' writes to a local folder, not to {filepath!r}.")
+        optimizers = {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
+        storage.write_folder(self, path, {"state_dict": checkpoint.pop("state_dict"), **optimizers}, checkpoint)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
+        checkpoint_path = self.broadcast(checkpoint_path)
+        if storage.is_local(checkpoint_path) and states.is_sharded_checkpoint(Path(checkpoint_path)):
+            return self._load_folder(Path(checkpoint_path), weights_only)
+        if type(self.checkpoint_io) is TorchCheckpointIO:
+            return storage.read_file(checkpoint_path, weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)
+
+    def _load_folder(self, path: Path, weights_only: Optional[bool]) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        keys = [f"optimizer_{index}" for index in range(_MOST_OPTIMIZERS)]
+        state, checkpoint = states.load_sharded(
+            path, {"state_dict": self.lightning_module.state_dict()}, keys, weights_only
+        )
+        optimizers = [state.pop(key) for key in keys if key in state]
+        return {**checkpoint, **state, "optimizer_states": optimizers}
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        states.load_model_state(self.lightning_module, checkpoint["state_dict"], strict)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
+            states.load_optimizer_state(optimizer, state, self.lightning_module)
+            if not self._engine.sharded:
+                optimizers_to_device([optimizer], self.root_device)
+
+
+_MOST_OPTIMIZERS = 100

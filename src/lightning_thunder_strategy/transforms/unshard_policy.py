@@ -1,0 +1,48 @@
+"""ZeRO-3: what the backward needs of a gathered parameter is gathered again."""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import fx
+
+from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler.trace import Trace
+from lightning_thunder_strategy.compiler.transform import Transform
+
+_REGION = 10**6  # one number for all gathers, so that neighbouring checkpoint regions do not force them to be saved
+
+
+@dataclass(frozen=True)
+class GatherAgain(Transform):
+    """Tags each parameter's all-gather to be computed again in the backward (ZeRO-3).
+
+    Without it the partitioner saves the gathered parameter for the backward (ZeRO-2). A gather of an activation, which
+    does not start at an input of the program, is left alone.
+    """
+
+    def joint(self, trace: Trace) -> None:
+        for node in trace.graph.nodes:
+            chain = parameter_gather(node)
+            for member in chain or ():
+                _torch_compat.mark_recompute(member, _REGION)
+
+
+def parameter_gather(node: fx.Node) -> Optional[list[fx.Node]]:
+    """The chain from a stored shard to its gathered tensor, if ``node`` is the wait at the end of one."""
+    if node.op != "call_function" or not _is(node, "wait_tensor"):
+        return None
+    gather = node.args[0]
+    if not isinstance(gather, fx.Node) or not _is(gather, "all_gather_into_tensor"):
+        return None
+    chain = [node, gather]
+    source = gather.args[0]
+    while isinstance(source, fx.Node) and source.op == "call_function" and len(source.all_input_nodes) == 1:
+        chain.append(source)
+        source = source.all_input_nodes[0]
+    return chain if isinstance(source, fx.Node) and source.op == "placeholder" else None
+
+
+def _is(node: fx.Node, name: str) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name == f"_c10d_functional::{name}"
