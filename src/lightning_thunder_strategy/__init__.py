@@ -1,8 +1,9 @@
 """A trace compiler behind Lightning's Trainer and Fabric: pick a strategy, keep your code."""
 
+from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_thunder_strategy import executors
+from lightning_thunder_strategy import executors, fabric
 from lightning_thunder_strategy.compiler.compile import CompileError, compile
 from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.report import CompileWarning
@@ -27,7 +28,9 @@ __all__ = [
     "compile",
     "executors",
     "explain",
+    "fabric",
     "traces",
 ]
 
 register(StrategyRegistry, ThunderStrategy, ThunderDDPStrategy, ThunderFSDPStrategy)
+register(STRATEGY_REGISTRY, fabric.ThunderStrategy, fabric.ThunderDDPStrategy, fabric.ThunderFSDPStrategy)

@@ -44,15 +44,13 @@ def traces(x: Any) -> list[list[Trace]]:
 def _resolve(x: Any) -> tuple[list[Record], nn.Module | None]:
     if isinstance(x, CompiledFunction):
         return [x.record], x.module
-    record = getattr(type(x), "_lts_record", None)
-    if record is not None:
-        return [record], x
+    view = getattr(x, "_forward_module", x)  # what a Fabric module wraps
+    records = getattr(type(view), "_lts_records", None)
+    if records is not None:
+        return records(), view
     strategy = _strategy(x)
     if strategy is not None:
-        module = getattr(strategy, "lightning_module", None)
-        if isinstance(x, nn.Module) and not hasattr(x, "trainer"):
-            return strategy.records(x), x
-        return strategy.records(), module
+        return strategy.records(), getattr(strategy, "lightning_module", None) or strategy.module()
     raise TypeError(
         f"Nothing was compiled for {type(x).__name__}: pass a Trainer or Fabric with one of our strategies, a module set "
         "up by it, or what lts.compile returned."

@@ -235,6 +235,11 @@ def _plain_input_index(desc: Any) -> Optional[int]:
     return desc.idx if type(desc).__name__ == "PlainAOTInput" else None
 
 
+def real_object(value: Any) -> Any:
+    """The object behind the stand-in that a traced program has for it, such as a device mesh."""
+    return getattr(value, "real_obj", value) if type(value).__name__ == "FakeScriptObject" else value
+
+
 def boxed(gm: fx.GraphModule) -> Callable[[list], Any]:
     """The program as a function of one list, which it empties so that inputs can be freed early."""
     from torch.fx.graph import _BoxedCodeGen

@@ -3,7 +3,8 @@
 import functools
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Optional, TypeVar, Union
 
 import torch
@@ -52,6 +53,7 @@ class CompiledFunction:
         events.install()
         self.pipeline = pipeline
         self.record = record
+        self.around: Optional[Callable[[Callable[[], Any]], Any]] = None  # called around each call
         self._host_sources = tuple(host_sources)
         self.module = next(iter(pipeline.modules.values()), None)
         self.fullgraph = pipeline.config.fullgraph
@@ -62,7 +64,9 @@ class CompiledFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with recording(self.record) as record:
-            return events.call_within(record, self._host_sources, lambda: self._call(record, args, kwargs))
+            call = lambda: self._call(record, args, kwargs)  # noqa: E731
+            wrapped = call if self.around is None else lambda: self.around(call)
+            return events.call_within(record, self._host_sources, wrapped)
 
     def _call(self, record: Record, args: tuple, kwargs: dict) -> Any:
         if not self.fullgraph:
@@ -113,7 +117,7 @@ def make_pipeline(
     executors: Union[str, Sequence[Union[str, Executor]]],
     transforms: Sequence[Transform],
     config: CompileConfig,
-    modules: dict[str, nn.Module],
+    modules: Mapping[str, nn.Module],
     agree: Optional[Agreement] = None,
 ) -> Pipeline:
     """A pipeline from user options, checked."""
@@ -189,7 +193,7 @@ def _compile_module(
                 return _torch_compat.plain_call(module)(*args, **kwargs)
     else:
         entry = module_entry(module, pipeline, record)
-    return compiled_view(module, entry, record)
+    return compiled_view(module, entry, lambda: [record])
 
 
 def module_entry(module: nn.Module, pipeline: Pipeline, record: Record) -> Callable:
@@ -202,24 +206,47 @@ def module_entry(module: nn.Module, pipeline: Pipeline, record: Record) -> Calla
     return CompiledFunction(call, pipeline, record)
 
 
-def compiled_view(module: nn.Module, entry: Callable, record: Record) -> nn.Module:
+class _Switch:
+    """Plain attribute, so that Dynamo can guard on it."""
+
+    on: bool = False
+
+
+_INLINE = _Switch()
+
+
+@contextmanager
+def inlined_views() -> Iterator[None]:
+    """While open, calls of compiled views run their module's own code: for a larger function that is being compiled."""
+    before = _INLINE.on
+    _INLINE.on = True
+    try:
+        yield
+    finally:
+        _INLINE.on = before
+
+
+def compiled_view(module: nn.Module, entry: Callable, records: Callable[[], list[Record]]) -> nn.Module:
     """A module that shares its whole state with ``module``, and whose calls go to ``entry``.
 
-    Pickle and deepcopy of the view give the plain module.
+    Pickle and deepcopy of the view give the plain module. A ``torch.compile`` around it does not read into ``entry``.
     """
     original = type(module)
+    run = torch.compiler.disable(entry)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return original.__call__(self, *args, **kwargs) if _INLINE.on else run(*args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         return module.__reduce_ex__(protocol)
 
     namespace = {
-        "__call__": torch.compiler.disable(lambda self, *args, **kwargs: entry(*args, **kwargs)),
+        "__call__": call,
         "__reduce_ex__": reduce,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
-        "_lts_record": record,
-        "_lts_module": module,
+        "_lts_records": staticmethod(records),
     }
     view = object.__new__(types.new_class(original.__name__, (original,), exec_body=lambda ns: ns.update(namespace)))
     view.__dict__ = module.__dict__

@@ -163,7 +163,9 @@ class Differentiation:
             if _torch_compat.is_tangent(node):
                 result[node] = Origin(node.name, "gradient")
             elif index is not None and index < len(self._origins):
-                result[node] = self._origins[index]
+                origin = self._origins[index]
+                plain = isinstance(node_value(node), (torch.Tensor, torch.SymInt, int))
+                result[node] = origin if plain else Origin(f"{origin.name}_mesh", "object")
         return result
 
     def _name_backward(

@@ -8,15 +8,20 @@ import operator
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_thunder_strategy.compiler import _torch_compat
 
 _DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
     torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
 }  # fmt: skip
+_OWN_FILES = str(Path(__file__).parent.parent)  # a line of the user's says more than one of ours
 _SMALL_CONSTANT = 16  # tensor elements that are printed inline
 
 
@@ -41,7 +46,13 @@ def type_text(value: Any) -> str:
         return f"{_DTYPES.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{shape}]"
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(type_text(item) for item in value) + ")"
-    return type(value).__name__
+    return type(_torch_compat.real_object(value)).__name__
+
+
+def mesh_expression(mesh: DeviceMesh) -> str:
+    """The call that makes an equal mesh."""
+    names = f", mesh_dim_names={mesh.mesh_dim_names!r}" if mesh.mesh_dim_names else ""
+    return f"torch.distributed.device_mesh.init_device_mesh({mesh.device_type!r}, {tuple(mesh.shape)}{names})"
 
 
 def node_value(node: fx.Node) -> Any:
@@ -254,10 +265,9 @@ class _Emitter:
         return name
 
     def _constant_expression(self, value: Any) -> Optional[str]:
-        if isinstance(value, torch.distributed.device_mesh.DeviceMesh):
+        if isinstance(value, DeviceMesh):
             self.imports.add("torch.distributed.device_mesh")
-            names = f", mesh_dim_names={value.mesh_dim_names!r}" if value.mesh_dim_names else ""
-            return f"torch.distributed.device_mesh.init_device_mesh({value.device_type!r}, {tuple(value.shape)}{names})"
+            return mesh_expression(value)
         plain = type(value) is torch.Tensor and value.device.type == "cpu" and not value.requires_grad
         if plain and value.numel() <= _SMALL_CONSTANT and value.layout == torch.strided and not value.is_complex():
             if value.dtype.is_floating_point and not bool(torch.isfinite(value).all()):
@@ -310,7 +320,8 @@ def _source_line(node: fx.Node) -> Optional[str]:
     )
     if not matches:
         return None
-    file, line, function, code = matches[-1]
+    users = [match for match in matches if not match[0].startswith(_OWN_FILES)]
+    file, line, function, code = (users or matches)[-1]
     return f"{file}:{line} in {function}: {code.strip()}"
 
 

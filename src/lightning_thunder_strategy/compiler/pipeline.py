@@ -6,6 +6,7 @@ from typing import Any, Optional
 
 import torch
 from torch import fx, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_thunder_strategy.compiler import _torch_compat, cache, events
 from lightning_thunder_strategy.compiler.config import CompileConfig
@@ -155,6 +156,9 @@ class Pipeline:
             if not kind:
                 kind = "parameter" if isinstance(value, nn.Parameter) else "argument"
                 name = source or node.name
+                if isinstance(value, DeviceMesh):
+                    origins[node] = Origin("mesh", "object")
+                    continue
                 if not isinstance(value, torch.Tensor):
                     kind = "integer" if isinstance(value, (int, float, torch.SymInt)) else "object"
             origins[node] = Origin(_short_name(name, node.name), kind, name)

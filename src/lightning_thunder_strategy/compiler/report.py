@@ -116,6 +116,7 @@ class Record:
     fallbacks: list[Fallback] = field(default_factory=list)
     compile_ids: set[str] = field(default_factory=set)
     limit_reason: Optional[str] = None
+    label: str = ""  # how a report with several modules calls it
 
     def traces(self) -> list[list[Trace]]:
         """One list a compiled graph, in stage order."""
@@ -165,7 +166,7 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data: ``steps``, ``parameters`` and ``fallbacks``."""
         return {
-            "steps": {record.name: record.to_dict() for record in self.records},
+            "steps": {record.label or record.name: record.to_dict() for record in self.records},
             "parameters": dict(self.parameters),
             "fallbacks": [asdict(item) for record in self.records for item in record.all_fallbacks()],
         }

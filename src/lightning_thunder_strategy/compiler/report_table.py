@@ -22,40 +22,36 @@ def size_text(size: float) -> str:
 def render(report: "Report") -> Any:
     """A rich renderable of the report."""
     data = report.to_dict()
-    table = Table(title="Compile report", title_justify="left", expand=False)
-    for column in (
-        "step",
-        "mode",
-        "graphs",
-        "breaks",
-        "recompiles",
-        "compile s",
-        "operations by executor",
-        "collectives",
-    ):
-        table.add_column(column, overflow="fold")
+    table = Table(title="Compile report", title_justify="left", show_lines=True)
+    table.add_column("step", overflow="fold")
+    table.add_column("what was compiled", overflow="fold")
     for name, step in data["steps"].items():
-        executors = ", ".join(f"{executor} {count}" for executor, count in step["executors"].items()) or "-"
-        lines = [
-            f"{stage}: {item['count']} {item['op']} ({size_text(item['bytes'])})"
-            for stage, items in step["collectives"].items()
-            for item in items
-        ]
-        seconds = f"{step['compile_seconds']:.1f}{' (cached)' if step['from_cache'] else ''}"
-        table.add_row(
-            name, step["mode"], str(step["graphs"]), str(len(step["graph_breaks"])), str(len(step["recompiles"])),
-            seconds, executors, "\n".join(lines) or "-",
-        )  # fmt: skip
-    notes = []
-    for name, step in data["steps"].items():
-        if step["note"]:
-            notes.append(f"{name}: {step['note']}")
-        stages = ", ".join(f"{stage} {value:.2f} s" for stage, value in step["compile_stages"].items())
-        if stages:
-            notes.append(f"{name} compiled in: {stages}")
-        notes += [f"{name} breaks at {item['file']}:{item['line']}: {item['reason']}" for item in step["graph_breaks"]]
-        notes += [f"{name} recompiled: {item['reason']}" for item in step["recompiles"]]
-    notes += [f"{item['executor']} failed on {item['region']}: {item['error']}" for item in data["fallbacks"]]
+        table.add_row(name, "\n".join(_step_lines(step)))
+    notes = [f"{item['executor']} failed on {item['region']}: {item['error']}" for item in data["fallbacks"]]
     sizes = data["parameters"]
     notes.append(f"parameters: {size_text(sizes['total_bytes'])}, on this rank {size_text(sizes['local_bytes'])}")
     return Group(table, *(Text(note) for note in notes))
+
+
+def _step_lines(step: dict[str, Any]) -> list[str]:
+    counts = [_count(step["graphs"], "graph"), _count(len(step["graph_breaks"]), "break")]
+    counts.append(_count(len(step["recompiles"]), "recompilation"))
+    lines = [f"mode {step['mode']}: {', '.join(counts)}"]
+    if step["note"]:
+        lines.append(step["note"])
+    stages = ", ".join(f"{stage} {value:.1f} s" for stage, value in step["compile_stages"].items())
+    cached = ", from the compile cache" if step["from_cache"] else ""
+    lines.append(f"compiled in {step['compile_seconds']:.1f} s ({stages or 'nothing'}){cached}")
+    executors = ", ".join(f"{executor} {count}" for executor, count in step["executors"].items())
+    lines.append(f"operations: {executors or 'none'}")
+    for stage, items in step["collectives"].items():
+        if items:
+            texts = [f"{item['count']} {item['op']} of {size_text(item['bytes'])}" for item in items]
+            lines.append(f"collectives in the {stage}: {', '.join(texts)}")
+    lines += [f"break at {item['file']}:{item['line']}: {item['reason']}" for item in step["graph_breaks"]]
+    lines += [f"recompiled: {item['reason']}" for item in step["recompiles"]]
+    return lines
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -9,9 +9,11 @@ from typing import Any, Optional, Union
 
 import torch
 from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_thunder_strategy.compiler.emit import Emission, emit, identifier, node_value, type_text
+from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler.emit import Emission, emit, identifier, mesh_expression, node_value, type_text
 
 
 @dataclass(frozen=True)
@@ -266,10 +268,8 @@ def _describe(name: str, origin: Origin, value: Any) -> TraceInput:
     if isinstance(value, torch.Tensor):
         layout = None
         if isinstance(value, DTensor):
-            mesh = value.device_mesh
-            names = f", mesh_dim_names={mesh.mesh_dim_names!r}" if mesh.mesh_dim_names else ""
             placements = ", ".join(f"torch.distributed.tensor.{placement!r}" for placement in value.placements)
-            layout = f"torch.distributed.device_mesh.init_device_mesh({mesh.device_type!r}, {tuple(mesh.shape)}{names}), [{placements}]"
+            layout = f"{mesh_expression(value.device_mesh)}, [{placements}]"
         return TraceInput(
             name,
             origin.kind,
@@ -285,7 +285,9 @@ def _describe(name: str, origin: Origin, value: Any) -> TraceInput:
     if isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)):
         number = value if isinstance(value, (int, float, bool)) else _hint(value)
         return TraceInput(name, "integer", origin.origin, type_text(value), value=number)
-    return TraceInput(name, "object", origin.origin, type(value).__name__)
+    value = _torch_compat.real_object(value)
+    expression = mesh_expression(value) if isinstance(value, DeviceMesh) else origin.origin
+    return TraceInput(name, "object", expression, type(value).__name__)
 
 
 @dataclass

@@ -13,11 +13,11 @@ import torch.distributed.checkpoint as dcp
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from lightning_thunder_strategy.distributed.schemes import whole
+from lightning_thunder_strategy.distributed.schemes import place_like, whole
 
 # ------------------------------------------------------------------------------------------------------- full states
 
@@ -45,22 +45,6 @@ def place_state(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
     return {key: place_like(value, own.get(key)) for key, value in state.items()}
 
 
-def place_like(value: Any, like: Any) -> Any:
-    """``value`` distributed as ``like``, if ``like`` is a distributed tensor of the same shape."""
-    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
-        return value
-    if value.shape != like.shape:
-        return value
-    mesh, placements = like.device_mesh, like.placements
-    if mesh.ndim == 1 and isinstance(placements[0], Shard):
-        dim, rank = placements[0].dim, mesh.get_local_rank()
-        parts = torch.chunk(value, mesh.size(), dim)
-        local = parts[rank] if rank < len(parts) else value.narrow(dim, 0, 0)
-        local = local.to(like.to_local().device, copy=True)
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=like.stride())
-    return distribute_tensor(value.to(like.device), mesh, placements, src_data_rank=None)
-
-
 def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> Any:
     """Load a full or sharded state into a plain or sharded module; keys and shapes are checked as always."""
     return module.load_state_dict(place_state(state, module), strict=strict)
@@ -69,9 +53,9 @@ def load_model_state(module: nn.Module, state: Mapping[str, Any], strict: bool) 
 # ---------------------------------------------------------------------------------------------------- optimizer states
 
 
-def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
+def parameter_names(*modules: nn.Module) -> dict[nn.Parameter, str]:
     """The qualified name of each parameter: the first one if it has several."""
-    return {parameter: name for name, parameter in module.named_parameters()}
+    return {parameter: name for module in reversed(modules) for name, parameter in module.named_parameters()}
 
 
 def named_optimizer_state(optimizer: Optimizer, names: Mapping[nn.Parameter, str]) -> dict[str, Any]:
@@ -95,15 +79,20 @@ def exchange_parameters(optimizer: Optimizer, replaced: Mapping[nn.Parameter, nn
         optimizer.state[replaced[old]] = optimizer.state.pop(old)
 
 
-def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], module: nn.Module) -> None:
+def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[nn.Parameter, str]) -> None:
     """Load a state with numbers or names for the parameters, full or sharded, into an optimizer.
+
+    Args:
+        optimizer: The optimizer.
+        state: Its state as :func:`named_optimizer_state` or ``Optimizer.state_dict`` gave it.
+        names: The names of its parameters.
 
     Raises:
         KeyError: If the state has no entry for the name of one of the optimizer's parameters.
     """
     groups = state["param_groups"]
     if any(isinstance(key, str) for group in groups for key in group["params"]):
-        state = _with_numbers(optimizer, state, parameter_names(module))
+        state = _with_numbers(optimizer, state, names)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     saved = [number for group in state["param_groups"] for number in group["params"]]
     by_number = dict(zip(saved, parameters))

@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from lightning_thunder_strategy.distributed.checkpoint import place_like
-from lightning_thunder_strategy.distributed.schemes import Scheme, whole
+from lightning_thunder_strategy.distributed.schemes import Scheme, place_like, whole
 
 Place = Callable[[nn.Parameter], nn.Parameter]
 

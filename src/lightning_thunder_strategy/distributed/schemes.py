@@ -1,6 +1,7 @@
 """Where parameters are at rest, and what a step sees of them."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,6 +85,22 @@ def _carry_over(old: nn.Parameter, new: nn.Parameter) -> None:
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a distributed tensor, on every rank (a collective); a plain tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def place_like(value: Any, like: Any) -> Any:
+    """``value`` distributed as ``like``, if ``like`` is a distributed tensor of the same shape."""
+    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+        return value
+    if value.shape != like.shape:
+        return value
+    mesh, placements = like.device_mesh, like.placements
+    if mesh.ndim == 1 and isinstance(placements[0], Shard):
+        dim, rank = placements[0].dim, mesh.get_local_rank()
+        parts = torch.chunk(value, mesh.size(), dim)
+        local = parts[rank] if rank < len(parts) else value.narrow(dim, 0, 0)
+        local = local.to(like.to_local().device, copy=True)
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=value.shape, stride=like.stride())
+    return distribute_tensor(value.to(like.device), mesh, placements, src_data_rank=None)
 
 
 def local_bytes(tensor: Tensor) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_thunder_strategy.compiler import _torch_compat
-from lightning_thunder_strategy.distributed.schemes import Scheme, whole
+from lightning_thunder_strategy.distributed.schemes import Scheme, place_like, whole
 
 
 class _Switch:
@@ -182,12 +182,19 @@ def _parallel_class(original: type, names: tuple[str, ...], scheme: Scheme) -> t
             raise AttributeError(f"{type(owner).__name__} has no parameter `{name}`")
         return getattr(owner, name)
 
+    def load_from_state_dict(self: nn.Module, state_dict: dict, prefix: str, *args: Any) -> None:
+        for name, parameter in self._parameters.items():
+            if prefix + name in state_dict:
+                state_dict[prefix + name] = place_like(state_dict[prefix + name], parameter)
+        original._load_from_state_dict(self, state_dict, prefix, *args)  # type: ignore[attr-defined]
+
     def reduce(self: nn.Module, protocol: Any) -> Any:
         return _rebuild, (original, names, scheme), self.__getstate__()
 
     namespace: dict[str, Any] = {
         "__call__": call,
         "__reduce_ex__": reduce,
+        "_load_from_state_dict": load_from_state_dict,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,

@@ -1,7 +1,7 @@
 """What the strategies of Trainer and Fabric share: one module, spread over the ranks and compiled."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Literal, Optional
 
@@ -128,11 +128,11 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------- compile
 
-    def pipeline(self, module: nn.Module, fullgraph: bool) -> Pipeline:
-        """A pipeline for programs of ``module``: our sharding passes first, then the user's transforms."""
+    def pipeline(self, modules: Mapping[str, nn.Module], fullgraph: bool) -> Pipeline:
+        """A pipeline for programs of ``modules`` (by prefix): our sharding passes first, then the user's transforms."""
         config = dataclasses.replace(self.options.compile_config, fullgraph=fullgraph)
         transforms = (*self._sharding_passes(), *self.options.transforms)
-        return make_pipeline(self.options.executors, transforms, config, {"": module}, self.agreement)
+        return make_pipeline(self.options.executors, transforms, config, modules, self.agreement)
 
     def _sharding_passes(self) -> tuple[Transform, ...]:
         if self.scheme is None:

@@ -75,11 +75,18 @@ class _Distributed(CompiledStepsStrategy, DDPStrategy):
     """What our strategies of several processes share; Lightning's DDP strategy knows launchers and ranks."""
 
     is_distributed = True  # type: ignore[assignment]
+    _broadcast_buffers: bool
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
         self._engine.connect_ranks(self.root_device)
+
+    @override
+    def _before_step(self) -> None:
+        if self._broadcast_buffers and self._stage == "training" and self._engine.scheme is not None:
+            assert self.lightning_module is not None
+            broadcast_buffers(self.lightning_module, self._engine.scheme.mesh)
 
 
 class ThunderDDPStrategy(_Distributed):
@@ -123,12 +130,6 @@ class ThunderDDPStrategy(_Distributed):
         self._use(Engine(options, "ddp", timeout))
         self._broadcast_buffers = broadcast_buffers
 
-    @override
-    def _before_step(self) -> None:
-        if self._broadcast_buffers and self._stage == "training" and self._engine.scheme is not None:
-            assert self.lightning_module is not None
-            broadcast_buffers(self.lightning_module, self._engine.scheme.mesh)
-
 
 class ThunderFSDPStrategy(_Distributed):
     """Trains on several processes with each parameter, its gradient and its optimizer state spread over them.
@@ -147,6 +148,7 @@ class ThunderFSDPStrategy(_Distributed):
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder to
             which each rank writes its part.
         report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
+        broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero before each step.
         process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
         timeout: How long ranks wait for each other.
         start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or
@@ -167,6 +169,7 @@ class ThunderFSDPStrategy(_Distributed):
         unshard_on_teardown: Unshard = "auto",
         state_dict_type: StateDictType = "full",
         report: bool = False,
+        broadcast_buffers: bool = True,
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
@@ -176,6 +179,7 @@ class ThunderFSDPStrategy(_Distributed):
         config = compile_config(compile, highest="step")
         options = StrategyOptions(executors, tuple(transforms), config, unshard_on_teardown, state_dict_type, report)
         self._use(Engine(options, sharding, timeout))
+        self._broadcast_buffers = broadcast_buffers
 
     @property
     @override

@@ -179,7 +179,9 @@ class CompiledStepsStrategy(Strategy):
             if self._shared is None:
                 self._shared = (StepRecorder(module), OpaqueMachinery(module))
             fullgraph = self.compile_config.fullgraph
-            pipelines = StepPipelines(self._engine.pipeline(module, True), self._engine.pipeline(module, fullgraph))
+            pipelines = StepPipelines(
+                self._engine.pipeline({"": module}, True), self._engine.pipeline({"": module}, fullgraph)
+            )
             step = CompiledStep(module, name, pipelines, *self._shared, self._engine.agreement)
             if name in self._records:
                 step.continue_record(self._records[name])
@@ -294,7 +296,7 @@ class CompiledStepsStrategy(Strategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
-            states.load_optimizer_state(optimizer, state, self.lightning_module)
+            states.load_optimizer_state(optimizer, state, states.parameter_names(self.lightning_module))
             if not self._engine.sharded:
                 optimizers_to_device([optimizer], self.root_device)
 

@@ -1,0 +1,5 @@
+"""The strategies for Lightning's Fabric, under the same names as those for the Trainer."""
+
+from lightning_thunder_strategy.strategies.fabric import ThunderDDPStrategy, ThunderFSDPStrategy, ThunderStrategy
+
+__all__ = ["ThunderDDPStrategy", "ThunderFSDPStrategy", "ThunderStrategy"]

@@ -1,0 +1,170 @@
+"""The strategies for Lightning's Fabric."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Optional
+
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from torch import nn
+from typing_extensions import override
+
+from lightning_thunder_strategy.compiler.transform import Transform
+from lightning_thunder_strategy.strategies.engine import Engine
+from lightning_thunder_strategy.strategies.fabric_base import CompiledModulesStrategy
+from lightning_thunder_strategy.strategies.options import (
+    Compile,
+    Executors,
+    Sharding,
+    StartMethod,
+    StateDictType,
+    StrategyOptions,
+    check_sharding,
+    check_single_device,
+    compile_config,
+)
+
+
+class ThunderStrategy(CompiledModulesStrategy, SingleDeviceStrategy):
+    """Runs on one device with compiled modules.
+
+    Args:
+        executors: What runs the parts of the program: ``"auto"``, or names in priority order such as ``["inductor"]``;
+            ``eager`` takes what is left.
+        transforms: Your own passes over the program, in order.
+        compile: ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
+        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder of
+            ``torch.distributed.checkpoint``.
+
+    Raises:
+        ValueError: If an option has a value that is not allowed.
+    """
+
+    strategy_name = "thunder"
+
+    def __init__(
+        self,
+        executors: Executors = "auto",
+        transforms: Sequence[Transform] = (),
+        compile: Compile = "forward",
+        state_dict_type: StateDictType = "full",
+    ) -> None:
+        super().__init__()
+        config = compile_config(compile, highest="forward")
+        self._use(Engine(StrategyOptions(executors, tuple(transforms), config, "auto", state_dict_type, False), "none"))
+
+    @property
+    def parallel_devices(self) -> Optional[list[torch.device]]:
+        """Set by Fabric; one device."""
+        return None
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: Optional[list[torch.device]]) -> None:
+        self._root_device = check_single_device(type(self).__name__, devices, self._root_device)
+
+
+class _Distributed(CompiledModulesStrategy, DDPStrategy):
+    """What our strategies of several processes share; Lightning's DDP strategy knows launchers and ranks."""
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._engine.connect_ranks(self.root_device)
+
+
+class _ReducesEachTime(_BackwardSyncControl):
+    """Gradients are reduced inside each compiled backward. The sum over micro-batches is the same; only the
+    communication of all but the last is not saved."""
+
+    @override
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
+        return nullcontext()
+
+
+class ThunderDDPStrategy(_Distributed):
+    """Runs on several processes with whole parameters on each; gradients are averaged inside the compiled backward.
+
+    Args:
+        executors: What runs the parts of the program: ``"auto"``, or names in priority order such as ``["inductor"]``;
+            ``eager`` takes what is left.
+        transforms: Your own passes over the program, in order.
+        compile: ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
+        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder of
+            ``torch.distributed.checkpoint``.
+        process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
+        timeout: How long ranks wait for each other.
+        start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or
+            ``"forkserver"``.
+
+    Raises:
+        ValueError: If an option has a value that is not allowed.
+    """
+
+    strategy_name = "thunder_ddp"
+
+    def __init__(
+        self,
+        executors: Executors = "auto",
+        transforms: Sequence[Transform] = (),
+        compile: Compile = "forward",
+        state_dict_type: StateDictType = "full",
+        process_group_backend: Optional[str] = None,
+        timeout: Optional[timedelta] = default_pg_timeout,
+        start_method: StartMethod = "popen",
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
+        self._backward_sync_control = _ReducesEachTime()
+        config = compile_config(compile, highest="forward")
+        options = StrategyOptions(executors, tuple(transforms), config, "auto", state_dict_type, False)
+        self._use(Engine(options, "ddp", timeout))
+
+
+class ThunderFSDPStrategy(_Distributed):
+    """Runs on several processes with each parameter, its gradient and its optimizer state spread over them.
+
+    Inside a compiled module a parameter is gathered where it is used, and its gradient reduce-scattered, as part of the
+    program (ZeRO, https://arxiv.org/abs/1910.02054). Everywhere else parameters are ``DTensor``.
+
+    Args:
+        sharding: ``"zero3"`` gathers a parameter again in the backward, ``"zero2"`` keeps the gathered one.
+        executors: What runs the parts of the program: ``"auto"``, or names in priority order such as ``["inductor"]``;
+            ``eager`` takes what is left.
+        transforms: Your own passes over the program, in order.
+        compile: ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
+        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder to
+            which each rank writes its part.
+        process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
+        timeout: How long ranks wait for each other.
+        start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or
+            ``"forkserver"``.
+
+    Raises:
+        ValueError: If an option has a value that is not allowed.
+    """
+
+    strategy_name = "thunder_fsdp"
+
+    def __init__(
+        self,
+        sharding: Sharding = "zero3",
+        executors: Executors = "auto",
+        transforms: Sequence[Transform] = (),
+        compile: Compile = "forward",
+        state_dict_type: StateDictType = "full",
+        process_group_backend: Optional[str] = None,
+        timeout: Optional[timedelta] = default_pg_timeout,
+        start_method: StartMethod = "popen",
+    ) -> None:
+        check_sharding(sharding)
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
+        self._backward_sync_control = _ReducesEachTime()
+        config = compile_config(compile, highest="forward")
+        options = StrategyOptions(executors, tuple(transforms), config, False, state_dict_type, False)
+        self._use(Engine(options, sharding, timeout))
+
+    @override
+    def module_init_context(self, empty_init: Optional[bool] = None) -> AbstractContextManager:
+        return self._init_context(empty_init)

@@ -1,0 +1,300 @@
+"""What all our Fabric strategies do: compiled modules and functions, and their states."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, Optional, Union
+
+import torch
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.strategies.strategy import Strategy, _apply_filter, _validate_keys_for_strict_loading
+from lightning.fabric.utilities.types import _PATH as PathLike
+from lightning.fabric.utilities.types import _Stateful
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler.compile import CompiledFunction, compiled_view, inlined_views
+from lightning_thunder_strategy.compiler.config import CompileConfig
+from lightning_thunder_strategy.compiler.pipeline import Pipeline
+from lightning_thunder_strategy.compiler.report import Record, Report, recording
+from lightning_thunder_strategy.distributed import checkpoint as states
+from lightning_thunder_strategy.distributed import sharding
+from lightning_thunder_strategy.distributed.schemes import whole
+from lightning_thunder_strategy.steps.submodules import CompiledSubmodules
+from lightning_thunder_strategy.strategies import storage
+from lightning_thunder_strategy.strategies.engine import Engine
+
+_State = dict[str, Union[nn.Module, Optimizer, Any]]
+
+
+class CompiledModule:
+    """The compiled calls of one module: its forward, and each method that Fabric redirects through it.
+
+    Args:
+        module: The module.
+        engine: Compiles.
+    """
+
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        self.module = module
+        self.records: dict[str, Record] = {}
+        self._engine = engine
+        self._pipeline: Optional[Pipeline] = None
+        self._calls: dict[str, Callable] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = self._redirected_method()
+        if name not in self._calls:
+            self._calls[name] = self._make(name)
+        if self._engine.agreement is not None:
+            self._engine.agreement.begin(name)
+        with _gathering(self._engine), recording(self.records[name]):
+            return self._calls[name](*args, **kwargs)
+
+    def _redirected_method(self) -> str:
+        """The method that Fabric redirects through the forward, if it does. Its patch of ``forward`` is taken back."""
+        patched = self.module.__dict__.get("forward")
+        variables = getattr(getattr(patched, "__code__", None), "co_freevars", ())
+        if "method_name" not in variables or "original_forward" not in variables:
+            return "forward"
+        cells = dict(zip(variables, patched.__closure__))
+        original = cells["original_forward"].cell_contents
+        if getattr(original, "__func__", None) is type(self.module).forward:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = original
+        return cells["method_name"].cell_contents
+
+    def _make(self, name: str) -> Callable:
+        module = self.module
+        config = self._engine.options.compile_config
+        record = self.records[name] = Record(name, config.mode)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            function = _torch_compat.plain_call(module) if name == "forward" else getattr(module, name)
+            return function(*args, **kwargs)
+
+        if config.mode == "off":
+            return call
+        if self._pipeline is None:
+            self._pipeline = self._engine.pipeline({"": module}, config.fullgraph)
+        if config.mode == "submodules":
+            compiled = CompiledSubmodules(module, self._pipeline, record, forward=False)
+            return lambda *args, **kwargs: compiled(lambda: call(*args, **kwargs))
+        return CompiledFunction(call, self._pipeline, record)
+
+
+def _gathering(engine: Engine) -> AbstractContextManager:
+    return nullcontext() if engine.scheme is None else sharding.gathering()
+
+
+class CompiledModulesStrategy(Strategy):
+    """Base of the Fabric strategies, mixed in before the Lightning class that knows launchers and ranks."""
+
+    _engine: Engine
+
+    def _use(self, engine: Engine) -> None:
+        self._engine = engine
+        self._compiled: list[CompiledModule] = []
+        self._functions: list[Record] = []
+
+    @property
+    def compile_config(self) -> CompileConfig:
+        """The options that ``compile=`` stands for."""
+        return self._engine.options.compile_config
+
+    # -------------------------------------------------------------------------------------------------------- setup
+
+    @override
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        return self._setup(module, [])
+
+    @override
+    def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
+        return self._setup(module, optimizers), [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
+    def _setup(self, module: nn.Module, optimizers: list[Optimizer]) -> nn.Module:
+        if getattr(type(module), "_lts_records", None) is not None:
+            raise TypeError(
+                f"{type(module).__name__} is already compiled with lts.compile, and {type(self).__name__} compiles it "
+                "itself: pass the plain module to `fabric.setup`."
+            )
+        module = self._engine.setup_module(module, self.root_device, optimizers)
+        compiled = CompiledModule(module, self._engine)
+        self._compiled.append(compiled)
+        return compiled_view(module, compiled, lambda: list(compiled.records.values()))
+
+    @override
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        self._engine.check_optimizer(optimizer)
+        return optimizer
+
+    @override
+    def module_to_device(self, module: nn.Module) -> None:
+        sharding.move_to(module, self.root_device)
+
+    def compile_function(self, function: Callable) -> Callable:
+        """Compile a function that calls modules set up by this strategy, such as model and loss, as one program.
+
+        Args:
+            function: Any function. Modules that it calls become part of its program.
+
+        Returns:
+            The compiled function. ``lts.explain`` and ``lts.traces`` take it.
+        """
+        if self.compile_config.mode == "off":
+            return function
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        modules = {str(index) if index else "": compiled.module for index, compiled in enumerate(self._compiled)}
+        pipeline = self._engine.pipeline(modules, self.compile_config.fullgraph)
+        compiled_function = CompiledFunction(function, pipeline, Record(name))
+        self._functions.append(compiled_function.record)
+        engine = self._engine
+
+        def around(call: Callable[[], Any]) -> Any:
+            if engine.agreement is not None:
+                engine.agreement.begin(name)
+            with _gathering(engine), inlined_views():
+                return call()
+
+        compiled_function.around = around
+        return compiled_function
+
+    # ------------------------------------------------------------------------------------------------------- report
+
+    def records(self) -> list[Record]:
+        """What was compiled: one record for each module's forward and marked methods, and for each function."""
+        records = []
+        for compiled in self._compiled:
+            for record in compiled.records.values():
+                records.append(record)
+        if len(self._compiled) > 1:
+            for index, compiled in enumerate(self._compiled):
+                for record in compiled.records.values():
+                    record.label = f"{type(compiled.module).__name__}[{index}].{record.name}"
+        return [*records, *self._functions]
+
+    def module(self) -> Optional[nn.Module]:
+        """The modules that were set up, as one."""
+        modules = [compiled.module for compiled in self._compiled]
+        return modules[0] if len(modules) == 1 else nn.ModuleList(modules) if modules else None
+
+    def report(self) -> Report:
+        """What was compiled, by whom, and what was not."""
+        return self._engine.report(self.records(), self.module())
+
+    # ------------------------------------------------------------------------------------------------------- states
+
+    @override
+    def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
+        return self._full(module.state_dict())
+
+    @override
+    def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
+        states.load_model_state(module, state_dict, strict)
+
+    @override
+    def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self._full(optimizer.state_dict())
+
+    def _full(self, state: Any) -> Any:
+        return states.full_state(state, keep=self.is_global_zero)
+
+    @override
+    def save_checkpoint(
+        self,
+        path: PathLike,
+        state: _State,
+        storage_options: Optional[Any] = None,
+        filter: Optional[dict[str, Callable[[str, Any], bool]]] = None,
+    ) -> None:
+        path = self.broadcast(path)
+        own = type(self.checkpoint_io) is TorchCheckpointIO and storage.is_local(path)
+        if self._engine.options.state_dict_type == "full":
+            converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
+            if own and storage_options is None:
+                storage.write_file(self, Path(path), lambda file: self.checkpoint_io.save_checkpoint(converted, file))
+            elif self.is_global_zero:
+                self.checkpoint_io.save_checkpoint(converted, path, storage_options=storage_options)
+            return
+        if storage_options is not None or not storage.is_local(path):
+            raise ValueError(f"state_dict_type='sharded' writes to a local folder, not to {path!r}.")
+        names = states.parameter_names(*[item for item in state.values() if isinstance(item, nn.Module)])
+        sharded: dict[str, Any] = {}
+        metadata: dict[str, Any] = {}
+        for key, item in state.items():
+            if isinstance(item, nn.Module):
+                _apply_filter(key, filter or {}, item.state_dict(), sharded)
+            elif isinstance(item, Optimizer):
+                _apply_filter(key, filter or {}, states.named_optimizer_state(item, names), sharded)
+            else:
+                _apply_filter(key, filter or {}, item.state_dict() if isinstance(item, _Stateful) else item, metadata)
+        storage.write_folder(self, Path(path), sharded, metadata)
+
+    @override
+    def load_checkpoint(
+        self,
+        path: PathLike,
+        state: Optional[Union[nn.Module, Optimizer, _State]] = None,
+        strict: bool = True,
+        weights_only: Optional[bool] = None,
+    ) -> dict[str, Any]:
+        path = self.broadcast(path)
+        checkpoint = self._read(path, state, weights_only)
+        if not state:
+            return checkpoint
+        if isinstance(state, (nn.Module, Optimizer)):
+            self._load_into(state, checkpoint, strict, {})
+            return {}
+        _validate_keys_for_strict_loading(state.keys(), checkpoint.keys(), strict=strict)
+        names = states.parameter_names(*[item for item in state.values() if isinstance(item, nn.Module)])
+        for key, item in state.copy().items():
+            if key not in checkpoint:
+                continue
+            if isinstance(item, _Stateful):
+                self._load_into(item, checkpoint.pop(key), strict, names)
+            else:
+                state[key] = checkpoint.pop(key)
+        return checkpoint
+
+    def _load_into(self, item: Any, saved: Any, strict: bool, names: dict[nn.Parameter, str]) -> None:
+        if isinstance(item, nn.Module):
+            self.load_module_state_dict(item, saved, strict)
+        elif isinstance(item, Optimizer):
+            states.load_optimizer_state(item, saved, names)
+        else:
+            item.load_state_dict(saved)
+
+    def _read(self, path: Any, state: Any, weights_only: Optional[bool]) -> dict[str, Any]:
+        if storage.is_local(path) and states.is_sharded_checkpoint(Path(path)):
+            items = state if isinstance(state, dict) else {}
+            likes = {key: item.state_dict() for key, item in items.items() if isinstance(item, nn.Module)}
+            optimizers = [key for key, item in items.items() if isinstance(item, Optimizer)]
+            sharded, metadata = states.load_sharded(Path(path), likes, optimizers, weights_only)
+            return {**metadata, **sharded}
+        if type(self.checkpoint_io) is TorchCheckpointIO:
+            return storage.read_file(path, weights_only)
+        return self.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+
+    # ---------------------------------------------------------------------------------------------------- gradients
+
+    @override
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        max_norm: Union[float, int],
+        norm_type: Union[float, int] = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        return whole(super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite))
+
+    def _init_context(self, empty_init: Optional[bool]) -> AbstractContextManager:
+        """Sharded strategies make empty modules on the meta device; setup gives them values."""
+        stack = ExitStack()
+        if empty_init:
+            stack.enter_context(torch.device("meta"))
+        stack.enter_context(self.precision.module_init_context())
+        return stack

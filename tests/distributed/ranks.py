@@ -1,0 +1,120 @@
+"""Runs scenario functions on several real processes and returns what each rank returned."""
+
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Optional
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+class RanksFailed(AssertionError):
+    """A rank raised, or the ranks did not end in time."""
+
+
+def run_ranks(
+    *scenarios: str, world_size: int = 2, timeout: float = 240, check: bool = True, env: Optional[dict] = None
+) -> dict[str, list[Any]]:
+    """Run scenarios one after another in one group of processes.
+
+    Args:
+        scenarios: ``"module:function"`` in ``tests.distributed``; each function takes no arguments and returns plain
+            data or tensors. Starting processes costs seconds, so give several scenarios to one call.
+        world_size: How many processes.
+        timeout: Seconds after which all of them are ended.
+        check: Raise if a scenario raised; otherwise its result is the formatted error, as a string.
+        env: More environment variables.
+
+    Returns:
+        For each scenario, one result a rank.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        port = _free_port()
+        processes = []
+        for rank in range(world_size):
+            variables = {
+                **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+                "LOCAL_WORLD_SIZE": str(world_size), "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "tests", "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **(env or {}),
+            }  # fmt: skip
+            log = open(Path(folder) / f"log{rank}", "wb")  # noqa: SIM115 - open as long as the process
+            command = [sys.executable, "-m", "tests.distributed.ranks", folder, *scenarios]
+            processes.append(
+                subprocess.Popen(command, env=variables, stdout=log, stderr=log, cwd=folder, start_new_session=True)
+            )
+        ended = _wait(processes, timeout)
+        logs = [(Path(folder) / f"log{rank}").read_text(errors="replace")[-6000:] for rank in range(world_size)]
+        if not ended:
+            raise RanksFailed(f"The ranks did not end within {timeout} s.\n" + _joined(logs))
+        return _collect(Path(folder), scenarios, world_size, check, logs)
+
+
+def _collect(folder: Path, scenarios: Sequence[str], world_size: int, check: bool, logs: list[str]) -> dict[str, list]:
+    import torch
+
+    results: dict[str, list[Any]] = {}
+    for index, scenario in enumerate(scenarios):
+        files = [folder / f"result{index}.{rank}" for rank in range(world_size)]
+        values = [torch.load(file, weights_only=False) if file.exists() else ("lost", None) for file in files]
+        failed = [f"rank {rank}: {value}" for rank, (kind, value) in enumerate(values) if kind != "ok"]
+        if check and failed:
+            raise RanksFailed(f"{scenario} failed.\n" + "\n".join(failed) + "\n" + _joined(logs))
+        results[scenario] = [value for _, value in values]
+    return results
+
+
+def _joined(logs: list[str]) -> str:
+    return "\n".join(f"--- rank {rank}\n{log}" for rank, log in enumerate(logs))
+
+
+def _wait(processes: list[subprocess.Popen], timeout: float) -> bool:
+    """Wait for all; after the timeout end each by its process group. Nothing is left behind."""
+    deadline = time.monotonic() + timeout
+    try:
+        while time.monotonic() < deadline:
+            if all(process.poll() is not None for process in processes):
+                return True
+            time.sleep(0.05)
+        return False
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _main(folder: str, scenarios: Sequence[str]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    for index, scenario in enumerate(scenarios):
+        module, function = scenario.split(":")
+        try:
+            outcome: tuple[str, Any] = ("ok", getattr(importlib.import_module(f"tests.distributed.{module}"), function)())
+        except BaseException:
+            outcome = ("error", traceback.format_exc())
+        temporary = Path(folder) / f"result{index}.{rank}.tmp"
+        torch.save(outcome, temporary)
+        temporary.rename(Path(folder) / f"result{index}.{rank}")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], sys.argv[2:])
