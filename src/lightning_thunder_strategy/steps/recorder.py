@@ -34,7 +34,7 @@ class StepRecorder:
         self._logging = _recording_log(module, self._notes)
         self._metrics = [m for m in module.modules() if isinstance(m, (Metric, MetricCollection))]
         self._metric_classes: dict[type, type] = {}
-        self._metric_methods = {metric: _recording_methods(metric, self._notes) for metric in self._metrics}
+        self._metric_methods = [_recording_methods(metric, self._notes) for metric in self._metrics]  # hashes change
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -46,8 +46,8 @@ class StepRecorder:
         methods = [{k: metric.__dict__[k] for k in _METRIC_METHODS if k in metric.__dict__} for metric in self._metrics]
         try:
             attributes.update(self._logging)
-            for metric, cls in zip(self._metrics, classes):
-                metric.__dict__.update(self._metric_methods[metric])
+            for metric, cls, recorders in zip(self._metrics, classes, self._metric_methods):
+                metric.__dict__.update(recorders)
                 metric.__class__ = self._recording_class(cls)
             yield
         finally:
