@@ -52,8 +52,8 @@ def _resolve(x: Any) -> tuple[list[Record], nn.Module | None]:
     if strategy is not None:
         return strategy.records(), getattr(strategy, "lightning_module", None) or strategy.module()
     raise TypeError(
-        f"Nothing was compiled for {type(x).__name__}: pass a Trainer or Fabric with one of our strategies, a module set "
-        "up by it, or what lts.compile returned."
+        f"Nothing was compiled for {type(x).__name__}: pass a Trainer or Fabric with one of our strategies, a module "
+        "set up by it, or what lts.compile returned."
     )
 
 

@@ -43,12 +43,9 @@ def inner_error(error: BaseException) -> BaseException:
     return getattr(error, "inner_exception", None) or error
 
 
-def unsupported_location(error: BaseException) -> tuple[Optional[str], Optional[int]]:
-    """File and line of the user's code at which Dynamo gave up."""
-    stack = getattr(error, "real_stack", None)
-    if stack:
-        return stack[-1].filename, stack[-1].lineno
-    return None, None
+def unsupported_stack(error: BaseException) -> list[tuple[str, int]]:
+    """File and line of each call, outermost first, at which Dynamo gave up."""
+    return [(frame.filename, frame.lineno or 0) for frame in getattr(error, "real_stack", None) or ()]
 
 
 def current_compile_id() -> Optional[str]:
@@ -99,10 +96,11 @@ def compile_settings(sources: Sequence[str]) -> contextlib.AbstractContextManage
     """How Dynamo reads programs while this is open.
 
     Integers reached through modules are symbolic, those named by ``sources`` (regular expressions) from the first value
-    on. Hooks that are put on a module after it was compiled make a new program. Recurrent layers may be part of one.
+    on. Hooks that are put on a module after it was compiled make a new program. Recurrent layers are never part of one:
+    torch's decomposition leaves out the dropout between their layers.
     """
     stack = contextlib.ExitStack()
-    settings = {"allow_unspec_int_on_nn_module": True, "skip_nnmodule_hook_guards": False, "allow_rnn": True}
+    settings = {"allow_unspec_int_on_nn_module": True, "skip_nnmodule_hook_guards": False, "allow_rnn": False}
     stack.enter_context(torch._dynamo.config.patch(settings))
     if sources:
         known = [source for source in torch.compiler.config.dynamic_sources.split(",") if source]
@@ -155,13 +153,31 @@ def aot_backend(
     """AOTAutograd without decompositions: operators stay as eager PyTorch runs them."""
     from torch._dynamo.backends.common import aot_autograd
 
-    return aot_autograd(
+    backend = aot_autograd(
         fw_compiler=forward,
         bw_compiler=backward,
         inference_compiler=inference,
         partition_fn=partition,
         decompositions={},
     )
+
+    def compile_program(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        with _backward_without_autocast():
+            return backend(gm, example_inputs)
+
+    return compile_program
+
+
+def _backward_without_autocast() -> contextlib.AbstractContextManager:
+    """While open, AOTAutograd traces backwards as if they were called outside of autocast regions, as users call them.
+
+    Its default casts every operation of a backward again, also those whose forward a user took out of autocast.
+    """
+    import torch._functorch.config as config
+
+    if not hasattr(config, "backward_pass_autocast"):
+        return contextlib.nullcontext()
+    return config.patch(backward_pass_autocast="off")
 
 
 def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
@@ -299,7 +315,8 @@ def inductor_backend(
         patches["unsafe_marked_cacheable_functions"] = {**known, **cacheable}
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
-        return compile_fx(gm, example_inputs, inner_compile=dispatch, config_patches=patches)
+        with _backward_without_autocast():
+            return compile_fx(gm, example_inputs, inner_compile=dispatch, config_patches=patches)
 
     return backend
 
@@ -360,6 +377,13 @@ def compile_cache_dir() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
+
+
+def outside_fake_mode() -> contextlib.AbstractContextManager:
+    """While open, operations on real tensors run for real, also in the middle of a trace."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
 
 
 def no_node_metadata() -> contextlib.AbstractContextManager:

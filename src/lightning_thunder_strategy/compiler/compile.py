@@ -3,6 +3,7 @@
 import functools
 import inspect
 import types
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Optional, TypeVar, Union
@@ -90,18 +91,29 @@ def compile_error(record: Record, error: BaseException) -> Exception:
         return CompileError(
             record.name, f"the guard {reason!r} fails again and again. {events.advice(reason)}", None, None, True
         )
-    file, line = _torch_compat.unsupported_location(error)
-    return CompileError(record.name, events._reason(str(error)) or events.first_line(error), file, line, False)
+    stack = _torch_compat.unsupported_stack(error)
+    file, line = events.user_place(stack) or (stack[-1] if stack else (None, None))
+    return CompileError(record.name, events.dynamo_reason(str(error)) or events.first_line(error), file, line, False)
+
+
+_copies: Counter = Counter()
 
 
 def _own_code(function: Callable) -> Callable:
-    """The function over a code object of its own: Dynamo keeps programs, and counts recompilations, by code object."""
+    """The function over a code object of its own: Dynamo keeps programs, and counts recompilations, by code object.
+
+    What it learns of changing shapes it keeps by file, line and name, so copies of one function differ in their name.
+    """
     if inspect.ismethod(function):
         return types.MethodType(_own_code(function.__func__), function.__self__)
     if not isinstance(function, types.FunctionType):
         return _own_code(lambda *args, **kwargs: function(*args, **kwargs))
+    code = function.__code__
+    place = (code.co_filename, code.co_firstlineno, code.co_name)
+    _copies[place] += 1
+    name = code.co_name if _copies[place] == 1 else f"{code.co_name}#{_copies[place]}"
     copy = types.FunctionType(
-        function.__code__.replace(),
+        code.replace(co_name=name),
         function.__globals__,
         function.__name__,
         function.__defaults__,
@@ -238,7 +250,7 @@ def compiled_view(module: nn.Module, entry: Callable, records: Callable[[], list
         return original.__call__(self, *args, **kwargs) if _INLINE.on else run(*args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        return module.__reduce_ex__(protocol)
+        return module.__reduce_ex__(1)  # newer protocols refuse an object whose class is not the one they write
 
     namespace = {
         "__call__": call,

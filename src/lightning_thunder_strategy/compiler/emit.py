@@ -269,10 +269,9 @@ class _Emitter:
             self.imports.add("torch.distributed.device_mesh")
             return mesh_expression(value)
         plain = type(value) is torch.Tensor and value.device.type == "cpu" and not value.requires_grad
-        if plain and value.numel() <= _SMALL_CONSTANT and value.layout == torch.strided and not value.is_complex():
-            if value.dtype.is_floating_point and not bool(torch.isfinite(value).all()):
-                return None
-            return f"torch.tensor({value.tolist()!r}, dtype={value.dtype})"
+        if plain and value.numel() <= _SMALL_CONSTANT and value.layout == torch.strided:
+            with _torch_compat.outside_fake_mode():
+                return f"torch.tensor({_numbers(value.tolist())}, dtype={value.dtype})"
         return None
 
 
@@ -322,7 +321,7 @@ def _source_line(node: fx.Node) -> Optional[str]:
         return None
     users = [match for match in matches if not match[0].startswith(_OWN_FILES)]
     file, line, function, code = (users or matches)[-1]
-    return f"{file}:{line} in {function}: {code.strip()}"
+    return f"{file}:{line} in {function.partition('#')[0]}: {code.strip()}"
 
 
 def _literal(value: Any) -> Optional[str]:
@@ -341,6 +340,11 @@ def _literal(value: Any) -> Optional[str]:
     if type(value) is range:
         return repr(value)
     return None
+
+
+def _numbers(value: Any) -> str:
+    """A nested list of numbers, infinite ones included."""
+    return f"[{', '.join(map(_numbers, value))}]" if isinstance(value, list) else str(_literal(value))
 
 
 def _placement(value: Any) -> str:

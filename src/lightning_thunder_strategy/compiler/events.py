@@ -6,13 +6,22 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Optional
+
+import torch
 
 from lightning_thunder_strategy.compiler import _torch_compat
 from lightning_thunder_strategy.compiler.report import GraphBreak, Recompile, Record, active_record, warn
 
 _BREAK = re.compile(r"in user code at (?P<file>.+):(?P<line>\d+)\n(?:Graph Break Reason: )?(?P<reason>.*)", re.DOTALL)
-_SKIPPED = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+_SKIPS = "Skipping the function and falling back to eager"
+_OWN = str(Path(__file__).parent.parent)
+_ENTRY = str(Path(__file__).with_name("compile.py"))
+_TORCH = str(Path(torch.__file__).parent)
+_RAISED = re.compile(r"Developer debug context: raised exception (?P<exception>.+)")
 _LIMIT = re.compile(r"last reason: (?P<reason>.*)")
 
 HOST_SOURCES: ContextVar[Sequence[str]] = ContextVar("lts_host_sources", default=())
@@ -74,11 +83,19 @@ class _BreakHandler(logging.Handler):
         if record is None:
             return
         message = log_record.getMessage()
-        match = _BREAK.search(message) or _SKIPPED.search(message)
+        match = _BREAK.search(message) or _FRAME.search(message)
         if match is None:
             return
         reason = match.groupdict().get("reason") or message
-        found = GraphBreak(match["file"], int(match["line"]), _reason(reason))
+        place = (match["file"], int(match["line"]))
+        stack = [(frame["file"], int(frame["line"])) for frame in _FRAME.finditer(message)]
+        # Dynamo leaves the stack out when it meets the same break again.
+        place = record.break_places.setdefault(place, user_place(stack) or place)
+        found = GraphBreak(*place, dynamo_reason(reason))
+        if _SKIPS in reason:
+            if found in record.graph_breaks:
+                record.graph_breaks.remove(found)
+            found = replace(found, reason=f"{found.reason.rstrip('.')}. The whole function runs eagerly.")
         if found not in record.graph_breaks:
             record.graph_breaks.append(found)
 
@@ -114,15 +131,29 @@ def advice(reason: str) -> str:
     )
 
 
-def _reason(text: str) -> str:
-    """The first lines of Dynamo's message, up to the traceback."""
-    kept = []
-    for line in text.splitlines():
-        if line.startswith(("User code traceback", "Traceback", '  File "')) or "Developer debug context" in line:
+def user_place(stack: Sequence[tuple[str, int]]) -> Optional[tuple[str, int]]:
+    """The innermost call of a stack, given from the outside in, that is neither torch's code nor ours."""
+    entered = max((index for index, (file, _) in enumerate(stack) if file == _ENTRY), default=-1)
+    inside = [place for place in stack[entered + 1 :] if not place[0].startswith((_OWN, _TORCH))]
+    return inside[-1] if inside else None
+
+
+def dynamo_reason(text: str) -> str:
+    """What Dynamo says happened, in a sentence or two: without its hints, which are for developers of torch."""
+    raised = _RAISED.search(text)
+    if raised is not None:
+        return f"it raises {raised['exception']}"
+    kept: list[str] = []
+    for line in map(str.strip, text.splitlines()):
+        if line.startswith("Encountered graph break when") or _SKIPS in line:
+            continue
+        if line.startswith(("Hint:", "User code", "Traceback", 'File "', "Developer debug", "from user code")):
             break
-        if line.strip():
-            kept.append(line.strip())
-    return " ".join(kept[:4])
+        if not line and "Explanation:" in " ".join(kept):
+            break
+        if line:
+            kept.append(line)
+    return " ".join(kept[:4]).replace(" Explanation:", ":")
 
 
 def _first_line(text: str) -> str:

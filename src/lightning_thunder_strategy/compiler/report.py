@@ -115,6 +115,7 @@ class Record:
     recompiles: list[Recompile] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
     compile_ids: set[str] = field(default_factory=set)
+    break_places: dict[tuple[str, int], tuple[str, int]] = field(default_factory=dict)  # Dynamo's to the user's
     limit_reason: Optional[str] = None
     label: str = ""  # how a report with several modules calls it
 

@@ -220,9 +220,8 @@ class Trace:
         for item in self.inputs:
             if item.layout is not None:
                 distributed = True
-                values.append(
-                    f"torch.distributed.tensor.distribute_tensor(torch.randn({item.shape}, dtype={item.dtype}), {item.layout})"
-                )
+                full = f"torch.randn({item.shape}, dtype={item.dtype})"
+                values.append(f"torch.distributed.tensor.distribute_tensor({full}, {item.layout})")
             elif item.shape is not None:
                 values.append(f"tensor({item.shape}, {item.stride}, {item.dtype}, {item.device!r})")
             elif item.kind == "object" and item.origin:

@@ -35,7 +35,7 @@ class Transform:
         """Edit the two ATen programs. ``backward`` is ``None`` for inference."""
 
     def cache_key(self) -> Optional[str]:
-        """What must be equal for a cached program to be the one this pass would make, or ``None`` to disable caching."""
+        """What must be equal for a cached program to be the one this pass would make; ``None`` disables caching."""
         options = _plain_options(self)
         if options is None:
             return None
