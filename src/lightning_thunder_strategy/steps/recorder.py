@@ -1,25 +1,25 @@
 """Logging and metrics inside a compiled step: written down while it runs, replayed right after."""
 
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
-from torch.utils._pytree import tree_map
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_thunder_strategy.steps.lists import GrowingList, GrowingLists
+from lightning_thunder_strategy.steps.notes import Note, kept
+from lightning_thunder_strategy.steps.token import Token, has_token, resolved, store_values
 
-class Token:
-    """Stands for the value of a metric that is computed after the step. It can only be logged or returned."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
+_OWN_REFERENCES = 2  # to a token: a local variable, the argument of getrefcount
 
 
 class StepRecorder:
-    """Replaces ``log``, ``log_dict`` and metric calls of a module by notes while its step runs as one program.
+    """Replaces what a step does to the world by notes while it runs as one program: ``log``, ``log_dict``, metric calls,
+    and appending to the module's lists.
 
     The notes are outputs of the program. :meth:`replay` makes the real calls in the same order, so the state of
     metrics, reductions and loggers stays with torchmetrics and Lightning.
@@ -30,118 +30,172 @@ class StepRecorder:
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
-        self._notes: list[tuple] = []
+        self._notes: list[Note] = []
         self._logging = _recording_log(module, self._notes)
-        self._metrics = [m for m in module.modules() if isinstance(m, (Metric, MetricCollection))]
-        self._metric_classes: dict[type, type] = {}
-        self._metric_methods = [_recording_methods(metric, self._notes) for metric in self._metrics]  # hashes change
+        self._lists = GrowingLists(vars(module), self._notes)
+        self._metrics: list[Any] = []
+        self._classes: dict[tuple, type] = {}
+        self._substitutes: list[tuple[type, dict[str, Callable]]] = []  # for each metric: its class and methods
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """While open, the module's ``log`` and the calls of its metrics are noted down."""
-        attributes = self._module.__dict__
+    def recording(self, schedulers: Sequence[Any] = ()) -> Iterator[None]:
+        """While open, those calls are noted down.
+
+        Args:
+            schedulers: Learning-rate schedulers that the step may ask for the last learning rate, which Dynamo would
+                refuse to read.
+        """
         self._notes.clear()
-        saved = {name: attributes[name] for name in self._logging if name in attributes}
-        classes = [type(metric) for metric in self._metrics]
-        methods = [{k: metric.__dict__[k] for k in _METRIC_METHODS if k in metric.__dict__} for metric in self._metrics]
+        self._find_metrics()
+        saved: list[tuple[dict, tuple[str, ...], dict]] = []
+        classes: list[tuple[Any, type]] = []
+        lists = self._lists.put()
         try:
-            attributes.update(self._logging)
-            for metric, cls, recorders in zip(self._metrics, classes, self._metric_methods):
-                metric.__dict__.update(recorders)
-                metric.__class__ = self._recording_class(cls)
+            _put(self._module, self._logging, saved)
+            for scheduler in schedulers:
+                if "get_last_lr" not in vars(scheduler) and hasattr(scheduler, "_last_lr"):
+                    _put(scheduler, {"get_last_lr": MethodType(_last_learning_rates, scheduler)}, saved)
+            for metric, (cls, methods) in zip(self._metrics, self._substitutes):
+                classes.append((metric, type(metric)))
+                _put(metric, methods, saved)
+                object.__setattr__(metric, "__class__", cls)
             yield
         finally:
-            for name in self._logging:
-                attributes.pop(name, None)
-            attributes.update(saved)
-            for metric, cls, before in zip(self._metrics, classes, methods):
-                metric.__class__ = cls
-                for name in _METRIC_METHODS:
-                    metric.__dict__.pop(name, None)
-                metric.__dict__.update(before)
+            self._lists.take_back(lists)
+            for metric, cls in classes:
+                object.__setattr__(metric, "__class__", cls)
+            for attributes, names, before in saved:
+                for name in names:
+                    attributes.pop(name, None)
+                attributes.update(before)
 
-    def _recording_class(self, cls: type) -> type:
-        if cls not in self._metric_classes:
+    def replay(self, output: Any) -> Any:
+        """Make the noted calls, and put real values in place of tokens in the step's output.
+
+        Raises:
+            RuntimeError: If the step kept the value of a metric where it cannot be found.
+        """
+        notes, tokens = list(self._notes), {}
+        self._notes.clear()
+        values: dict[int, Any] = {}
+        for note in notes:
+            target = note.target.real if isinstance(note.target, GrowingList) else note.target
+            function = target if note.method == "forward" else getattr(target, note.method)
+            value = function(*resolved(note.args, values), **resolved(note.kwargs, values))
+            if note.token is not None:
+                values[note.token.number] = value
+                tokens[note.token.number] = (note.token, f"{type(target).__name__}.{note.method}")
+        if not tokens:
+            return output
+        returned = has_token(output)
+        output = resolved(output, values)
+        del notes, note
+        for number in list(tokens):
+            token, name = tokens.pop(number)
+            if sys.getrefcount(token) > _OWN_REFERENCES:
+                self._store(token, name, values[number], returned)
+        return output
+
+    def adapt(self, reason: str) -> bool:
+        """A step could not be compiled as one program. Whether it is worth trying again: some lists are left alone now."""
+        return self._lists.leave_alone(reason)
+
+    def _store(self, token: Token, name: str, value: Any, returned: bool) -> None:
+        """The step kept a token: put the value in its place."""
+        if not store_values(self._module, {token.number: value}) and not returned:
+            raise RuntimeError(
+                f"The step keeps the result of {name} somewhere outside its module, where its value cannot be filled in "
+                "after the step. Keep it in an attribute of the LightningModule, or compile less than the whole step "
+                "(compile='forward')."
+            )
+
+    def _find_metrics(self) -> None:
+        """Metrics may be added or exchanged while training goes on."""
+        metrics = [module for module in walk(self._module) if isinstance(module, (Metric, MetricCollection))]
+        if len(metrics) == len(self._metrics) and all(new is old for new, old in zip(metrics, self._metrics)):
+            return
+        known = {id(metric): substitutes for metric, substitutes in zip(self._metrics, self._substitutes)}
+        self._substitutes = [
+            known.get(id(metric)) or (self._recording_class(metric), _recording_methods(metric, self._notes))
+            for metric in metrics
+        ]
+        self._metrics = metrics
+
+    def _recording_class(self, metric: Any) -> type:
+        cls, states = type(metric), tuple(getattr(metric, "_defaults", ()))
+        if (cls, states) not in self._classes:
             notes = self._notes
 
             def forward(self: Metric, *args: Any, **kwargs: Any) -> Token:
-                notes.append(("metric", self, "forward", _detached(args), _detached(kwargs)))
-                return Token(len(notes) - 1)
+                return _note(notes, self, "forward", args, kwargs)
 
             body = {
-                "__call__": forward,
-                "forward": forward,
-                "__module__": cls.__module__,
-                "__qualname__": cls.__qualname__,
-            }
-            self._metric_classes[cls] = type(cls.__name__, (cls,), body)
-        return self._metric_classes[cls]
-
-    def replay(self, output: Any) -> Any:
-        """Make the noted calls, and put real values in place of tokens in the step's output."""
-        values: dict[int, Any] = {}
-        notes = list(self._notes)
-        self._notes.clear()
-        for index, note in enumerate(notes):
-            if note[0] == "metric":
-                _, metric, method, args, kwargs = note
-                values[index] = (
-                    metric(*args, **kwargs) if method == "forward" else getattr(metric, method)(*args, **kwargs)
-                )
-            else:
-                name, args, kwargs = note
-                getattr(self._module, name)(*_resolved(args, values), **_resolved(kwargs, values))
-        return _resolved(output, values) if values else output
+                "__call__": forward, "forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__,
+                "__hash__": object.__hash__,  # torchmetrics' own reads the state
+                **{state: property(_refuse_state) for state in states},
+            }  # fmt: skip
+            self._classes[cls, states] = type(cls.__name__, (cls,), body)
+        return self._classes[cls, states]
 
 
-_METRIC_METHODS = ("update", "compute", "reset")
+def walk(root: nn.Module) -> list[nn.Module]:
+    """All modules under ``root``, as ``root.modules()`` gives them but in less time."""
+    found: dict[int, nn.Module] = {}
+    waiting = [root]
+    while waiting:
+        module = waiting.pop()
+        if module is not None and id(module) not in found:
+            found[id(module)] = module
+            waiting.extend(module._modules.values())
+    return list(found.values())
 
 
-def _recording_log(module: LightningModule, notes: list[tuple]) -> dict[str, Callable]:
+def _put(target: Any, methods: dict[str, Callable], saved: list[tuple[dict, tuple[str, ...], dict]]) -> None:
+    """Set instance attributes, and remember what was there."""
+    attributes, names = vars(target), tuple(methods)
+    saved.append((attributes, names, {name: attributes[name] for name in names if name in attributes}))
+    attributes.update(methods)
+
+
+# ------------------------------------------------------------------------------------- what runs while Dynamo reads
+
+
+def _note(notes: list[Note], metric: Any, method: str, args: tuple, kwargs: dict) -> Token:
+    token = Token(len(notes))
+    notes.append(Note(metric, method, kept(args), kept(kwargs), token))
+    return token
+
+
+def _recording_log(module: LightningModule, notes: list[Note]) -> dict[str, Callable]:
     def log(self: LightningModule, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        notes.append(("log", (name, _detach(value), *args), kwargs))
+        notes.append(Note(self, "log", (name, kept(value), *args), kwargs))
 
     def log_dict(self: LightningModule, dictionary: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(dictionary, (Token, MetricCollection)):
-            notes.append(("log_dict", (dictionary, *args), kwargs))
-        else:
-            notes.append(("log_dict", ({key: _detach(value) for key, value in dictionary.items()}, *args), kwargs))
+        if not isinstance(dictionary, (Token, MetricCollection)):
+            dictionary = {key: kept(value) for key, value in dictionary.items()}
+        notes.append(Note(self, "log_dict", (dictionary, *args), kwargs))
 
     return {"log": MethodType(log, module), "log_dict": MethodType(log_dict, module)}
 
 
-def _recording_methods(metric: Metric, notes: list[tuple]) -> dict[str, Callable]:
+def _recording_methods(metric: Any, notes: list[Note]) -> dict[str, Callable]:
     """Instance attributes, because torchmetrics keeps wrapped methods there that would hide those of a class."""
 
     def update(self: Metric, *args: Any, **kwargs: Any) -> None:
-        notes.append(("metric", self, "update", _detached(args), _detached(kwargs)))
+        notes.append(Note(self, "update", kept(args), kept(kwargs)))
 
     def compute(self: Metric) -> Token:
-        notes.append(("metric", self, "compute", (), {}))
-        return Token(len(notes) - 1)
+        return _note(notes, self, "compute", (), {})
 
     def reset(self: Metric) -> None:
-        notes.append(("metric", self, "reset", (), {}))
+        notes.append(Note(self, "reset", (), {}))
 
     return {function.__name__: MethodType(function, metric) for function in (update, compute, reset)}
 
 
-def _detach(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
+def _refuse_state(self: Metric) -> Any:
+    raise RuntimeError("The step reads the state of a metric, which is only up to date after the step.")
 
 
-def _detached(values: Any) -> Any:
-    if isinstance(values, dict):
-        return {key: _detach(value) for key, value in values.items()}
-    return tuple(_detach(value) for value in values)
-
-
-def _resolved(tree: Any, values: dict[int, Any]) -> Any:
-    """The tree with real values in place of tokens."""
-    if isinstance(tree, Token):
-        return values[tree.index]
-    if type(tree) in (tuple, list):
-        return type(tree)(_resolved(item, values) for item in tree)
-    if type(tree) is dict:
-        return {key: _resolved(value, values) for key, value in tree.items()}
-    return tree_map(lambda leaf: values[leaf.index] if isinstance(leaf, Token) else leaf, tree)
+def _last_learning_rates(self: Any) -> list:
+    return [rate.clone() if isinstance(rate, Tensor) else rate for rate in self._last_lr]

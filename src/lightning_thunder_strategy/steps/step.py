@@ -21,6 +21,8 @@ Unit = Literal["whole", "parts", "forward", "submodules", "eager"]
 HOST_SOURCES = (r".*optim_progress.*", r".*optim_step_progress.*", r".*epoch_progress.*", r"L\['args'\]\[[12]\]")
 """Where a step finds integers that change from step to step: the Trainer's counters, ``batch_idx``, ``dataloader_idx``."""
 
+_DATALOADER_IDX = 2  # its place among a step's arguments
+
 _FIRST_UNIT: dict[str, Unit] = {"step": "whole", "forward": "forward", "submodules": "submodules", "off": "eager"}
 _MODE: dict[Unit, str] = {
     "whole": "step", "parts": "step", "forward": "forward", "submodules": "submodules", "eager": "off",
@@ -63,7 +65,8 @@ class CompiledStep:
         self._machinery = machinery
         self._agreement = agreement
         self._fullgraph = pipelines.whole.config.fullgraph and pipelines.parts.config.fullgraph
-        self._functions: dict[str, Any] = {}
+        self._functions: dict[Any, Any] = {}
+        self._each_dataloader = False  # whether each dataloader has a program of its own
         self.unit: Unit = _FIRST_UNIT[pipelines.whole.config.mode]
         self.record = Record(name, _MODE[self.unit])
         if name == "training_step" and not module.automatic_optimization and self.unit == "whole":
@@ -74,6 +77,7 @@ class CompiledStep:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         optimizers: Sequence[Any],
+        schedulers: Sequence[Any],
         environment: Callable[[], AbstractContextManager],
     ) -> Any:
         """Call the step.
@@ -81,16 +85,18 @@ class CompiledStep:
         Args:
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            optimizers: Optimizers and schedulers that it may use.
+            optimizers: Optimizers that it may use.
+            schedulers: Learning-rate schedulers that it may use.
             environment: Opened around the step's own code, and not around replayed logging.
         """
         if self._agreement is not None:
             self._agreement.begin(self._name)
         while True:
             try:
-                return self._run(tuple(args), kwargs, optimizers, environment)
+                return self._run(tuple(args), kwargs, optimizers, schedulers, environment)
             except (CompileError, AgreedFallback) as error:
-                self._fall_back(error)
+                if not self._adapt(args, error):
+                    self._fall_back(error)
 
     def continue_record(self, record: Record) -> None:
         """Add to the record of an earlier stage of the same step."""
@@ -105,7 +111,7 @@ class CompiledStep:
             self._agreement.begin(self._name)
         try:
             with self._recorder.recording(), environment():
-                return self._function("whole", self._pipelines.whole)(*args)
+                return self._whole(args)(*args)
         except (CompileError, AgreedFallback) as error:
             self._fall_back(error)
             return None
@@ -120,14 +126,16 @@ class CompiledStep:
 
     # ------------------------------------------------------------------------------------------------------- units
 
-    def _run(self, args: tuple, kwargs: dict, optimizers: Sequence[Any], environment: Callable) -> Any:
+    def _run(
+        self, args: tuple, kwargs: dict, optimizers: Sequence[Any], schedulers: Sequence[Any], environment: Callable
+    ) -> Any:
         if self.unit == "whole":
-            with self._recorder.recording(), environment():
-                output = self._function("whole", self._pipelines.whole)(*args, **kwargs)
+            with self._recorder.recording(schedulers), environment():
+                output = self._whole(args)(*args, **kwargs)
             return self._recorder.replay(output)
         if self.unit == "parts":
-            with self._machinery.hidden(optimizers), environment():
-                output = self._function("parts", self._pipelines.parts)(*args, **kwargs)
+            with self._machinery.hidden([*optimizers, *schedulers]), environment():
+                output = self._function("parts", self._pipelines.parts, self._named_step())(*args, **kwargs)
             if self.record.limit_reason is not None:
                 self._enter("submodules", "it was compiled too often (see the warning above)")
             return output
@@ -137,15 +145,25 @@ class CompiledStep:
                 return method(*args, **kwargs)
             return self._submodules(lambda: method(*args, **kwargs))
 
-    def _function(self, unit: str, pipeline: Pipeline) -> CompiledFunction:
-        if unit not in self._functions:
-            module, name = self._module, self._name
+    def _whole(self, args: tuple) -> Callable:
+        """The step as one program; of this dataloader only, where its index must be a constant."""
+        index = args[_DATALOADER_IDX] if self._each_dataloader and len(args) > _DATALOADER_IDX else None
+        return self._function(("whole", index), self._pipelines.whole, self._named_step(index))
 
-            def step(*args: Any, **kwargs: Any) -> Any:
-                return getattr(module, name)(*args, **kwargs)
+    def _named_step(self, index: Optional[int] = None) -> Callable:
+        module, name = self._module, self._name
 
-            self._functions[unit] = CompiledFunction(step, pipeline, self.record, HOST_SOURCES)
-        return self._functions[unit]
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if index is not None:
+                args = (*args[:_DATALOADER_IDX], index, *args[_DATALOADER_IDX + 1 :])
+            return getattr(module, name)(*args, **kwargs)
+
+        return step
+
+    def _function(self, key: Any, pipeline: Pipeline, step: Callable) -> CompiledFunction:
+        if key not in self._functions:
+            self._functions[key] = CompiledFunction(step, pipeline, self.record, HOST_SOURCES)
+        return self._functions[key]
 
     def _compiled_submodules(self, forward: bool) -> CompiledSubmodules:
         if self.unit not in self._functions:
@@ -164,6 +182,17 @@ class CompiledStep:
         return result
 
     # ---------------------------------------------------------------------------------------------------- fallback
+
+    def _adapt(self, args: Sequence[Any], error: Exception) -> bool:
+        """Whether it is worth trying again to compile the step as one program, with less of it left open."""
+        if self.unit != "whole" or not isinstance(error, CompileError) or error.recompile_limit:
+            return False
+        if self._recorder.adapt(error.reason):
+            return True
+        if self._each_dataloader or len(args) <= _DATALOADER_IDX:
+            return False
+        self._each_dataloader = True  # the index may be part of a name, or choose a layer
+        return True
 
     def _fall_back(self, error: Exception) -> None:
         if isinstance(error, AgreedFallback):

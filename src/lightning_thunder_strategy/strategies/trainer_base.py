@@ -20,6 +20,7 @@ from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.report import Record, Report
 from lightning_thunder_strategy.distributed import checkpoint as states
 from lightning_thunder_strategy.distributed import sharding
+from lightning_thunder_strategy.steps.notes import copy_changed_notes
 from lightning_thunder_strategy.steps.opaque import OpaqueMachinery
 from lightning_thunder_strategy.steps.precompile import compile_early
 from lightning_thunder_strategy.steps.recorder import StepRecorder
@@ -159,9 +160,8 @@ class CompiledStepsStrategy(Strategy):
     def _call_step(self, name: str, args: tuple, kwargs: dict) -> Any:
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         self._before_step()
-        return self._step(name)(
-            args, kwargs, [*self._lightning_optimizers, *self.optimizers, *schedulers], self._gathering
-        )
+        optimizers = [*self._lightning_optimizers, *self.optimizers]
+        return self._step(name)(args, kwargs, optimizers, schedulers, self._gathering)
 
     def _before_step(self) -> None:
         """What happens before each step, outside its program."""
@@ -182,6 +182,7 @@ class CompiledStepsStrategy(Strategy):
             pipelines = StepPipelines(
                 self._engine.pipeline({"": module}, True), self._engine.pipeline({"": module}, fullgraph)
             )
+            pipelines.whole.prepare = copy_changed_notes
             step = CompiledStep(module, name, pipelines, *self._shared, self._engine.agreement)
             if name in self._records:
                 step.continue_record(self._records[name])
