@@ -1,7 +1,7 @@
 """Runs LitGPT's own ``pretrain`` with our Fabric strategy: its command line cannot choose one, its function can.
 
-    python examples/pretrain_litgpt.py                  # two processes on the CPU, or all GPUs
-    torchrun --nproc-per-node 2 examples/pretrain_litgpt.py
+python examples/pretrain_litgpt.py                  # two processes on the CPU, or all GPUs
+torchrun --nproc-per-node 2 examples/pretrain_litgpt.py
 """
 
 import argparse

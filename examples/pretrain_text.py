@@ -1,8 +1,8 @@
 """Trains a small LitGPT model on real text with ``Trainer(strategy=ThunderFSDPStrategy())``.
 
-    python examples/pretrain_text.py                    # two processes on the CPU, or all GPUs
-    torchrun --nproc-per-node 2 examples/pretrain_text.py
-    python examples/pretrain_text.py --help
+python examples/pretrain_text.py                    # two processes on the CPU, or all GPUs
+torchrun --nproc-per-node 2 examples/pretrain_text.py
+python examples/pretrain_text.py --help
 """
 
 import argparse

@@ -45,6 +45,7 @@ def _resolve(x: Any) -> tuple[list[Record], nn.Module | None]:
     if isinstance(x, CompiledFunction):
         return [x.record], x.module
     view = getattr(x, "_forward_module", x)  # what a Fabric module wraps
+    view = getattr(view, "_orig_mod", view)  # what torch.compile wraps
     records = getattr(type(view), "_lts_records", None)
     if records is not None:
         return records(), view
@@ -60,6 +61,6 @@ def _resolve(x: Any) -> tuple[list[Record], nn.Module | None]:
 def _strategy(x: Any) -> Any:
     """The strategy behind a Trainer, a Fabric object or module, or a LightningModule."""
     candidates = [x, getattr(x, "strategy", None), getattr(x, "_strategy", None)]
-    trainer = getattr(x, "_trainer", None)
-    candidates.append(getattr(trainer, "strategy", None))
+    for runner in (getattr(x, "_trainer", None), getattr(x, "_fabric", None)):
+        candidates.append(getattr(runner, "strategy", None))
     return next((item for item in candidates if callable(getattr(item, "records", None))), None)

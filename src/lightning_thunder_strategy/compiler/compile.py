@@ -64,7 +64,7 @@ class CompiledFunction:
         functools.update_wrapper(self, function, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with recording(self.record) as record:
+        with recording(self.record) as record, record.new_programs_of(self):
             call = lambda: self._call(record, args, kwargs)  # noqa: E731
             wrapped = call if self.around is None else lambda: self.around(call)
             return events.call_within(record, self._host_sources, wrapped)

@@ -64,6 +64,7 @@ class Program:
         claims: Decisions of operator executors, and of fusion executors that declined.
         fallbacks: Regions that an executor failed on.
         from_cache: Whether an earlier process compiled it.
+        function: Identifies the compiled function that it belongs to.
     """
 
     traces: list[Trace] = field(default_factory=list)
@@ -74,6 +75,11 @@ class Program:
     claims: list[Claim] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
     from_cache: bool = False
+    function: Optional[int] = None
+
+    @property
+    def has_backward(self) -> bool:
+        return any(trace.stage == "final backward" for trace in self.traces)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for the compile cache; compile time is left out."""
@@ -123,6 +129,29 @@ class Record:
         """One list a compiled graph, in stage order."""
         return [list(program.traces) for program in self.programs]
 
+    @contextmanager
+    def new_programs_of(self, function: object) -> Iterator[None]:
+        """Programs that are compiled while this is open, and not inside another function, belong to ``function``."""
+        before = len(self.programs)
+        try:
+            yield
+        finally:
+            for program in self.programs[before:]:
+                if program.function is None:
+                    program.function = id(function)
+
+    def _of_one_step(self) -> list[Program]:
+        """The programs that one call runs: of each function the newest, and of training rather than of inference; all
+        fragments where a function is cut."""
+        if self.graph_breaks:
+            return self.programs
+        newest: dict[Optional[int], Program] = {}
+        for program in self.programs:
+            held = newest.get(program.function)
+            if held is None or program.has_backward or not held.has_backward:
+                newest[program.function] = program
+        return list(newest.values())
+
     def all_fallbacks(self) -> list[Fallback]:
         return [*self.fallbacks, *(item for program in self.programs for item in program.fallbacks)]
 
@@ -133,11 +162,9 @@ class Record:
         for program in self.programs:
             executors.update(program.executors)
             seconds.update(program.seconds)
-        # Collectives are those of one step: of the newest program, or of all fragments where the step is cut.
-        current = self.programs if self.graph_breaks or self.mode != "step" else self.programs[-1:]
         for stage, merged in collectives.items():
             totals: dict[str, list[int]] = {}
-            for program in current:
+            for program in self._of_one_step():
                 for item in program.collectives[stage]:
                     total = totals.setdefault(item.op, [0, 0])
                     total[0] += item.count

@@ -1,5 +1,7 @@
 """What all our Fabric strategies do: compiled modules and functions, and their states."""
 
+import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
@@ -166,15 +168,16 @@ class CompiledModulesStrategy(Strategy):
 
     def records(self) -> list[Record]:
         """What was compiled: one record for each module's forward and marked methods, and for each function."""
-        records = []
-        for compiled in self._compiled:
-            for record in compiled.records.values():
-                records.append(record)
-        if len(self._compiled) > 1:
-            for index, compiled in enumerate(self._compiled):
-                for record in compiled.records.values():
-                    record.label = f"{type(compiled.module).__name__}[{index}].{record.name}"
-        return [*records, *self._functions]
+        labelled = []
+        for index, compiled in enumerate(self._compiled):
+            prefix = f"{type(compiled.module).__name__}[{index}]." if len(self._compiled) > 1 else ""
+            labelled += [(prefix + record.name, record) for record in compiled.records.values()]
+        names: Counter = Counter()
+        for record in self._functions:
+            names[record.name] += 1
+            number = f"#{names[record.name]}" if names[record.name] > 1 else ""
+            labelled.append((record.name + number, record))
+        return [dataclasses.replace(record, label=label) for label, record in labelled]
 
     def module(self) -> Optional[nn.Module]:
         """The modules that were set up, as one."""
