@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, Optional
 
@@ -21,7 +22,8 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    *scenarios: str, world_size: int = 2, timeout: float = 240, check: bool = True, env: Optional[dict] = None
+    *scenarios: str, world_size: int = 2, timeout: float = 240, check: bool = True, env: Optional[dict] = None,
+    patience: float = 60,
 ) -> dict[str, list[Any]]:
     """Run scenarios one after another in one group of processes.
 
@@ -30,20 +32,22 @@ def run_ranks(
             data or tensors. Starting processes costs seconds, so give several scenarios to one call.
         world_size: How many processes.
         timeout: Seconds after which all of them are ended.
-        check: Raise if a scenario raised; otherwise its result is the formatted error, as a string.
+        check: Raise if a scenario raised or did not end; otherwise its result is a text that says so.
         env: More environment variables.
+        patience: Seconds that a rank waits for another in one collective.
 
     Returns:
         For each scenario, one result a rank.
     """
     with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
+        ports = [str(_free_port()) for _ in scenarios]
         processes = []
         for rank in range(world_size):
             variables = {
                 **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
                 "LOCAL_WORLD_SIZE": str(world_size), "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "tests", "OMP_NUM_THREADS": "1",
+                "TORCHELASTIC_RUN_ID": "tests", "OMP_NUM_THREADS": "1", "RANKS_PORTS": ",".join(ports),
+                "RANKS_PATIENCE": str(patience),
                 "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **(env or {}),
             }  # fmt: skip
             log = open(Path(folder) / f"log{rank}", "wb")  # noqa: SIM115 - open as long as the process
@@ -53,7 +57,7 @@ def run_ranks(
             )
         ended = _wait(processes, timeout)
         logs = [(Path(folder) / f"log{rank}").read_text(errors="replace")[-6000:] for rank in range(world_size)]
-        if not ended:
+        if not ended and check:
             raise RanksFailed(f"The ranks did not end within {timeout} s.\n" + _joined(logs))
         return _collect(Path(folder), scenarios, world_size, check, logs)
 
@@ -64,7 +68,8 @@ def _collect(folder: Path, scenarios: Sequence[str], world_size: int, check: boo
     results: dict[str, list[Any]] = {}
     for index, scenario in enumerate(scenarios):
         files = [folder / f"result{index}.{rank}" for rank in range(world_size)]
-        values = [torch.load(file, weights_only=False) if file.exists() else ("lost", None) for file in files]
+        lost = ("lost", f"The rank did not get to it.\n{_joined(logs)}")
+        values = [torch.load(file, weights_only=False) if file.exists() else lost for file in files]
         failed = [f"rank {rank}: {value}" for rank, (kind, value) in enumerate(values) if kind != "ok"]
         if check and failed:
             raise RanksFailed(f"{scenario} failed.\n" + "\n".join(failed) + "\n" + _joined(logs))
@@ -102,18 +107,45 @@ def _main(folder: str, scenarios: Sequence[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    rank = int(os.environ["RANK"])
+    failed = True  # the process group is made anew after a failure
     for index, scenario in enumerate(scenarios):
+        if failed:
+            _connect(os.environ["RANKS_PORTS"].split(",")[index])
         module, function = scenario.split(":")
+        started = time.perf_counter()
         try:
-            outcome: tuple[str, Any] = ("ok", getattr(importlib.import_module(f"tests.distributed.{module}"), function)())
+            imported = importlib.import_module(f"tests.distributed.{module}")
+            outcome: tuple[str, Any] = ("ok", getattr(imported, function)())
         except BaseException:
             outcome = ("error", traceback.format_exc())
-        temporary = Path(folder) / f"result{index}.{rank}.tmp"
-        torch.save(outcome, temporary)
-        temporary.rename(Path(folder) / f"result{index}.{rank}")
+        print(f"{scenario}: {outcome[0]} in {time.perf_counter() - started:.1f} s", flush=True)
+        failed = _exchange(Path(folder), index, outcome)
+    torch.distributed.destroy_process_group()
+
+
+def _connect(port: str) -> None:
+    """A process group whose collectives fail soon if another rank does not come."""
+    import torch
+
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    os.environ["MASTER_PORT"] = port
+    timeout = timedelta(seconds=float(os.environ["RANKS_PATIENCE"]))
+    torch.distributed.init_process_group("gloo", timeout=timeout)
+
+
+def _exchange(folder: Path, index: int, outcome: tuple[str, Any]) -> bool:
+    """Write this rank's outcome, and wait for the others': whether one of them failed."""
+    import torch
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    temporary = folder / f"result{index}.{rank}.tmp"
+    torch.save(outcome, temporary)
+    temporary.rename(folder / f"result{index}.{rank}")
+    files = [folder / f"result{index}.{other}" for other in range(size)]
+    while not all(file.exists() for file in files):
+        time.sleep(0.01)
+    return any(torch.load(file, weights_only=False)[0] != "ok" for file in files)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""States and checkpoints of Fabric on several ranks."""

@@ -1,0 +1,122 @@
+"""Checks of Trainer options and precisions on two ranks against Lightning's own strategies."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning
+
+import lightning_thunder_strategy as lts
+from tests.distributed.models import make, vectors
+from tests.distributed.parity import EXACT, KINDS, _float64
+from tests.distributed.training import assert_equal_results, fit, fit_alone, fit_case, thunder
+
+
+def _norm(gradients: dict[str, torch.Tensor]) -> float:
+    return float(torch.stack([gradient.norm() for gradient in gradients.values()]).norm())
+
+
+def _check_clipping(algorithm: str, value: float) -> None:
+    options = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm, "limit_val_batches": 0}
+    other = fit_case("ddp", "odd_shapes", **options)
+    assert max(_norm(gradients) for gradients in other.gradients) > value, "nothing would be clipped"
+    for kind in KINDS:
+        assert_equal_results(fit_case(thunder(kind), "odd_shapes", **options), other, **EXACT)
+
+
+@_float64
+def check_clipping_by_norm() -> None:
+    _check_clipping("norm", 0.2)
+
+
+@_float64
+def check_clipping_by_value() -> None:
+    _check_clipping("value", 0.02)
+
+
+@_float64
+def check_accumulated_batches_equal_one_large_batch() -> None:
+    alone = fit_alone("smooth", batch_size=12)
+    options = {"accumulate_grad_batches": 2, "batch_size": 3, "limit_val_batches": 0}
+    other = fit_case("ddp", "smooth", **options)
+    for kind in KINDS:
+        result = fit_case(thunder(kind), "smooth", **options)
+        assert_equal_results(result, other, **EXACT)
+        assert_equal_results(result, alone, losses=False, **EXACT)
+
+
+class Unfreeze(BaseFinetuning):
+    """Trains the first layer from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.01)
+
+
+@_float64
+def check_layers_unfrozen_in_the_middle_of_training() -> None:
+    """Lightning's DDP would not average the gradients of what was frozen when it wrapped the module."""
+    other = fit_alone("smooth", before_epoch=lambda module, epoch: module.net[0].requires_grad_(epoch == 1))
+    assert "net.0.weight" not in other.gradients[0] and "net.0.weight" in other.gradients[-1]
+    for kind in ("ddp", "zero3"):
+        result = fit_case(thunder(kind), "smooth", callbacks=[Unfreeze()], limit_val_batches=0)
+        assert_equal_results(result, other, losses=False, **EXACT)
+        assert "net.0.weight" not in result.gradients[0]
+
+
+def check_bf16_true() -> None:
+    other = fit_case("ddp", "smooth", precision="bf16-true")
+    for kind in KINDS:
+        result = fit_case(thunder(kind), "smooth", precision="bf16-true")
+        assert {weight.dtype for weight in result.weights.values()} == {torch.bfloat16}
+        assert_equal_results(result, other, rtol=0.02, atol=0.02)
+
+
+def check_bf16_mixed() -> None:
+    other = fit_case("ddp", "smooth", precision="bf16-mixed")
+    for kind in KINDS:
+        result = fit_case(thunder(kind), "smooth", precision="bf16-mixed")
+        assert {weight.dtype for weight in result.weights.values()} == {torch.float32}
+        assert_equal_results(result, other, rtol=0.01, atol=0.005)
+
+
+@_float64
+def check_inductor_equals_ddp() -> None:
+    options = {"max_epochs": 1, "limit_val_batches": 0}
+    other = fit_case("ddp", "mlp", **options)
+    config = lts.CompileConfig(eager_random=True, on_error="raise")
+    for kind in ("ddp", "zero3"):
+        result = fit_case(thunder(kind, executors=["inductor"], compile=config), "mlp", **options)
+        assert_equal_results(result, other, rtol=1e-7, atol=1e-9)
+        step = lts.explain(result.trainer).to_dict()["steps"]["training_step"]
+        assert step["executors"].keys() == {"inductor"} and step["graphs"] == 1
+
+
+def check_litgpt_under_inductor_equals_eager() -> None:
+    options = {"max_epochs": 1, "limit_train_batches": 3, "batch_size": 2, "limit_val_batches": 0}
+    eager = fit_case(thunder("zero3"), "litgpt", **options)
+    inductor = fit_case(thunder("zero3", executors=["inductor"]), "litgpt", **options)
+    assert len(inductor.losses) == 3
+    assert_equal_results(inductor, eager, rtol=1e-4, atol=1e-5)
+    step = lts.explain(inductor.trainer).to_dict()["steps"]["training_step"]
+    assert step["executors"].get("inductor", 0) > 100 and step["graph_breaks"] == []
+
+
+@_float64
+def check_forward_and_submodule_modes_equal_the_step_mode() -> None:
+    other = fit_case("ddp", "mlp")
+    for kind in ("ddp", "zero3"):
+        for mode in ("forward", "submodules", "off"):
+            result = fit_case(thunder(kind, compile=mode), "mlp")
+            assert_equal_results(result, other, **EXACT)
+            assert lts.explain(result.trainer).to_dict()["steps"]["training_step"]["mode"] == mode
+
+
+@_float64
+def check_last_batch_shorter_and_of_one_row() -> None:
+    for count, batch_size in ((22, 4), (18, 4)):  # 11 rows a rank: 4, 4, 3; and 9: 4, 4, 1
+        other = fit("ddp", make("smooth")[0], vectors(count), batch_size)
+        result = fit(thunder("zero3"), make("smooth")[0], vectors(count), batch_size)
+        assert_equal_results(result, other, **EXACT)
