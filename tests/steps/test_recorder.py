@@ -1,4 +1,4 @@
-"""Metrics inside compiled steps: calls are noted down and made after the step, so their state and values are eager's."""
+"""Metrics inside compiled steps: calls are made after the step, so their state and values are eager's."""
 
 from collections.abc import Callable
 from typing import Any

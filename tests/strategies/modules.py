@@ -149,7 +149,9 @@ class LitGPT(L.LightningModule):
         from litgpt import GPT, Config
 
         self.model = GPT(
-            Config(block_size=16, vocab_size=32, padded_vocab_size=32, n_layer=2, n_head=2, n_embd=16, intermediate_size=32)
+            Config(
+                block_size=16, vocab_size=32, padded_vocab_size=32, n_layer=2, n_head=2, n_embd=16, intermediate_size=32
+            )
         )
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Logging inside compiled steps: no graph breaks, and the values of eager training."""
 
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -76,8 +77,7 @@ def test_every_way_to_log_gives_the_values_of_eager(tmp_path) -> None:
     assert_same_training(*runs)
     assert_one_program_each(runs[0], "training_step")
     assert_one_program_each(runs[0], "validation_step", graphs=2)  # one a dataloader: the index is in the name
-    texts = [(table.log_dir + "/metrics.csv") for table in tables]
-    ours, eager = (open(text).read() for text in texts)
+    ours, eager = (Path(table.log_dir, "metrics.csv").read_text() for table in tables)
     assert ours == eager and "nested" in ours
 
 
@@ -147,7 +147,9 @@ def test_logging_a_changing_learning_rate_costs_at_most_one_more_program(schedul
     assert messages == []
     assert_same_training(ours, eager)
     assert ours.step()["graphs"] <= 2 and ours.step()["graph_breaks"] == []
-    assert "get_last_lr" not in vars(ours.trainer.lr_scheduler_configs[0].scheduler if schedule == "scheduler" else ours)
+    assert "get_last_lr" not in vars(
+        ours.trainer.lr_scheduler_configs[0].scheduler if schedule == "scheduler" else ours
+    )
 
 
 def test_an_overridden_log_method_is_called_with_the_real_values() -> None:

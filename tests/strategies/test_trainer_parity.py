@@ -4,13 +4,7 @@ import pytest
 import torch
 
 from tests.strategies.modules import GAN, Autoencoder, Classifier, HuggingFaceLlama, LitGPT, TiedLanguageModel
-from tests.strategies.training import (
-    assert_same_training,
-    classification_data,
-    compile_warnings,
-    fit_both,
-    token_data,
-)
+from tests.strategies.training import assert_same_training, classification_data, compile_warnings, fit_both, token_data
 
 
 def test_batchnorm_and_dropout_train_as_eager_in_one_program_each() -> None:

@@ -91,7 +91,9 @@ def fit(
     return Run(trainer, module, torch.get_rng_state(), log.gradients)
 
 
-def fit_both(make: Callable[[], L.LightningModule], thunder_options: dict | None = None, **options: Any) -> tuple[Run, Run]:
+def fit_both(
+    make: Callable[[], L.LightningModule], thunder_options: dict | None = None, **options: Any
+) -> tuple[Run, Run]:
     """The same fit under our strategy and under Lightning's for one device."""
     return fit(make, thunder(**(thunder_options or {})), **options), fit(make, "auto", **options)
 

@@ -20,8 +20,9 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 _SKIPS = "Skipping the function and falling back to eager"
 _OWN = str(Path(__file__).parent.parent)
 _ENTRY = str(Path(__file__).with_name("compile.py"))
-_TORCH = str(Path(torch.__file__).parent)
+_LIBRARIES = [_OWN, str(Path(torch.__file__).parent)]
 _RAISED = re.compile(r"Developer debug context: raised exception (?P<exception>.+)")
+_COMPILE_ID = re.compile(r"^\d+/\d+: ")
 _LIMIT = re.compile(r"last reason: (?P<reason>.*)")
 
 HOST_SOURCES: ContextVar[Sequence[str]] = ContextVar("lts_host_sources", default=())
@@ -108,19 +109,24 @@ def _limit_filter(log_record: logging.LogRecord) -> bool:
         return True
     match = _LIMIT.search(message)
     reason = _first_line(match["reason"]) if match else _first_line(message)
-    report_limit(record, reason)
+    if record.limit_reason is None:
+        record.limit_reason = " ".join(_COMPILE_ID.sub("", reason).split())
     return False
 
 
-def report_limit(record: Record, reason: str) -> None:
-    """Say once that a function needs a new program for every value of something, and what to do."""
-    if record.limit_reason is not None:
-        return
-    record.limit_reason = reason
-    warn(
-        f"{record.name}: compiled too often: the guard {reason!r} failed again and again, so the function is no longer "
-        f"compiled for new values. {advice(reason)}"
+def limit_text(reason: str) -> str:
+    """What happened when a function needed a new program for every value of something, and what to do."""
+    return (
+        f"it was compiled too often: the guard {reason!r} failed again and again, so it is no longer compiled for new "
+        f"values. {advice(reason)}"
     )
+
+
+def report_limit(record: Record) -> None:
+    """Say once that the recompile limit was reached."""
+    if record.limit_reason is not None and not record.limit_reported:
+        record.limit_reported = True
+        warn(f"{record.name}: {limit_text(record.limit_reason)}")
 
 
 def advice(reason: str) -> str:
@@ -131,10 +137,15 @@ def advice(reason: str) -> str:
     )
 
 
+def hide_frames(folder: Path) -> None:
+    """From now on places in this folder are not named as the user's."""
+    _LIBRARIES.append(str(folder))
+
+
 def user_place(stack: Sequence[tuple[str, int]]) -> Optional[tuple[str, int]]:
-    """The innermost call of a stack, given from the outside in, that is neither torch's code nor ours."""
+    """The innermost call of a stack, given from the outside in, that is not in a library."""
     entered = max((index for index, (file, _) in enumerate(stack) if file == _ENTRY), default=-1)
-    inside = [place for place in stack[entered + 1 :] if not place[0].startswith((_OWN, _TORCH))]
+    inside = [place for place in stack[entered + 1 :] if not place[0].startswith(tuple(_LIBRARIES))]
     return inside[-1] if inside else None
 
 

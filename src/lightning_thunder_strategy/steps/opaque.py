@@ -9,6 +9,9 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
+from lightning_thunder_strategy.steps.loggers import Loggers, real_experiment
+from lightning_thunder_strategy.steps.recorder import trainer_loggers, walk
+
 _MODULE_METHODS = (
     "log", "log_dict", "print", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer",
     "optimizers", "lr_schedulers", "clip_gradients", "configure_gradient_clipping", "all_gather", "lr_scheduler_step",
@@ -24,6 +27,7 @@ class OpaqueMachinery:
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
+        self._loggers = Loggers(lambda cls, name: torch.compiler.disable(getattr(cls, name)), OpaqueExperiment)
         self._wrapped: dict[int, tuple[Any, dict[str, Callable]]] = {}
 
     @contextmanager
@@ -31,7 +35,7 @@ class OpaqueMachinery:
         """While open, the machinery is hidden. ``optimizers``: optimizers and schedulers that the step may use."""
         targets: list[tuple[Any, tuple[str, ...]]] = [(self._module, _MODULE_METHODS)]
         targets += [(item, ("step", "zero_grad") if _is_optimizer(item) else ("step",)) for item in optimizers]
-        metrics = [m for m in self._module.modules() if isinstance(m, (Metric, MetricCollection))]
+        metrics = [m for m in walk(self._module) if isinstance(m, (Metric, MetricCollection))]
         targets += [(metric, ("forward", "update", "compute", "reset")) for metric in metrics]
         saved = []
         try:
@@ -39,7 +43,8 @@ class OpaqueMachinery:
                 attributes = vars(target)
                 saved.append((attributes, names, {name: attributes[name] for name in names if name in attributes}))
                 attributes.update(self._hidden_methods(target, names))
-            yield
+            with self._loggers.replaced(trainer_loggers(self._module)):
+                yield
         finally:
             for attributes, names, before in saved:
                 for name in names:
@@ -52,6 +57,23 @@ class OpaqueMachinery:
             methods = {name: torch.compiler.disable(getattr(target, name)) for name in names if hasattr(target, name)}
             self._wrapped[id(target)] = (target, methods)
         return self._wrapped[id(target)][1]
+
+
+class OpaqueExperiment:
+    """A logger's experiment whose methods Dynamo calls and does not read."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+        self._methods: dict[str, Any] = {}
+
+    @torch.compiler.disable
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._methods:
+            value = getattr(real_experiment(self._logger), name)
+            if not callable(value):
+                return value
+            self._methods[name] = torch.compiler.disable(value)
+        return self._methods[name]
 
 
 def _is_optimizer(item: Any) -> bool:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_thunder_strategy.steps.lists import GrowingList, GrowingLists
+from lightning_thunder_strategy.steps.loggers import Loggers, real_experiment
 from lightning_thunder_strategy.steps.notes import Note, kept
 from lightning_thunder_strategy.steps.token import Token, has_token, resolved, store_values
 
@@ -18,8 +19,9 @@ _OWN_REFERENCES = 2  # to a token: a local variable, the argument of getrefcount
 
 
 class StepRecorder:
-    """Replaces what a step does to the world by notes while it runs as one program: ``log``, ``log_dict``, metric calls,
-    and appending to the module's lists.
+    """Replaces what a step does to the world by notes while it runs as one program.
+
+    That is ``log``, ``log_dict``, calls of metrics and loggers, and appending to the module's lists.
 
     The notes are outputs of the program. :meth:`replay` makes the real calls in the same order, so the state of
     metrics, reductions and loggers stays with torchmetrics and Lightning.
@@ -33,6 +35,9 @@ class StepRecorder:
         self._notes: list[Note] = []
         self._logging = _recording_log(module, self._notes)
         self._lists = GrowingLists(vars(module), self._notes)
+        self._loggers = Loggers(
+            lambda cls, name: _recording_call(self._notes, name), lambda logger: RecordedExperiment(logger, self._notes)
+        )
         self._metrics: list[Any] = []
         self._classes: dict[tuple, type] = {}
         self._substitutes: list[tuple[type, dict[str, Callable]]] = []  # for each metric: its class and methods
@@ -59,7 +64,8 @@ class StepRecorder:
                 classes.append((metric, type(metric)))
                 _put(metric, methods, saved)
                 object.__setattr__(metric, "__class__", cls)
-            yield
+            with self._loggers.replaced(trainer_loggers(self._module)):
+                yield
         finally:
             self._lists.take_back(lists)
             for metric, cls in classes:
@@ -79,7 +85,7 @@ class StepRecorder:
         self._notes.clear()
         values: dict[int, Any] = {}
         for note in notes:
-            target = note.target.real if isinstance(note.target, GrowingList) else note.target
+            target = note.target.real if isinstance(note.target, (GrowingList, RecordedExperiment)) else note.target
             function = target if note.method == "forward" else getattr(target, note.method)
             value = function(*resolved(note.args, values), **resolved(note.kwargs, values))
             if note.token is not None:
@@ -97,15 +103,15 @@ class StepRecorder:
         return output
 
     def adapt(self, reason: str) -> bool:
-        """A step could not be compiled as one program. Whether it is worth trying again: some lists are left alone now."""
+        """A step could not be compiled as one program. Whether to try again, because some lists are left alone now."""
         return self._lists.leave_alone(reason)
 
     def _store(self, token: Token, name: str, value: Any, returned: bool) -> None:
         """The step kept a token: put the value in its place."""
         if not store_values(self._module, {token.number: value}) and not returned:
             raise RuntimeError(
-                f"The step keeps the result of {name} somewhere outside its module, where its value cannot be filled in "
-                "after the step. Keep it in an attribute of the LightningModule, or compile less than the whole step "
+                f"The step keeps the result of {name} somewhere outside its module, where its value cannot be filled "
+                "in after the step. Keep it in an attribute of the LightningModule, or compile less than the whole step "
                 "(compile='forward')."
             )
 
@@ -127,7 +133,7 @@ class StepRecorder:
             notes = self._notes
 
             def forward(self: Metric, *args: Any, **kwargs: Any) -> Token:
-                return _note(notes, self, "forward", args, kwargs)
+                return _noted(notes, self, "forward", args, kwargs)
 
             body = {
                 "__call__": forward, "forward": forward, "__module__": cls.__module__, "__qualname__": cls.__qualname__,
@@ -136,6 +142,11 @@ class StepRecorder:
             }  # fmt: skip
             self._classes[cls, states] = type(cls.__name__, (cls,), body)
         return self._classes[cls, states]
+
+
+def trainer_loggers(module: LightningModule) -> list[Any]:
+    """The loggers that a step may use."""
+    return list(module._trainer.loggers) if module._trainer is not None else []
 
 
 def walk(root: nn.Module) -> list[nn.Module]:
@@ -160,10 +171,35 @@ def _put(target: Any, methods: dict[str, Callable], saved: list[tuple[dict, tupl
 # ------------------------------------------------------------------------------------- what runs while Dynamo reads
 
 
-def _note(notes: list[Note], metric: Any, method: str, args: tuple, kwargs: dict) -> Token:
+def _noted(notes: list[Note], target: Any, method: str, args: tuple, kwargs: dict) -> Token:
     token = Token(len(notes))
-    notes.append(Note(metric, method, kept(args), kept(kwargs), token))
+    notes.append(Note(target, method, kept(args), kept(kwargs), token))
     return token
+
+
+def _recording_call(notes: list[Note], name: str) -> Callable:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Token:
+        return _noted(notes, self, name, args, kwargs)
+
+    return call
+
+
+class RecordedExperiment:
+    """Stands in for a logger's experiment; every attribute is taken for a method."""
+
+    def __init__(self, logger: Any, notes: list[Note]) -> None:
+        self._logger = logger
+        self._notes = notes
+
+    def __getattr__(self, name: str) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Token:
+            return _noted(self._notes, self, name, args, kwargs)
+
+        return call
+
+    @property
+    def real(self) -> Any:
+        return real_experiment(self._logger)
 
 
 def _recording_log(module: LightningModule, notes: list[Note]) -> dict[str, Callable]:
@@ -185,7 +221,7 @@ def _recording_methods(metric: Any, notes: list[Note]) -> dict[str, Callable]:
         notes.append(Note(self, "update", kept(args), kept(kwargs)))
 
     def compute(self: Metric) -> Token:
-        return _note(notes, self, "compute", (), {})
+        return _noted(notes, self, "compute", (), {})
 
     def reset(self: Metric) -> None:
         notes.append(Note(self, "reset", (), {}))

@@ -3,12 +3,15 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, Optional
 
+import lightning
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from lightning_thunder_strategy.compiler.compile import CompiledFunction, CompileError
+from lightning_thunder_strategy.compiler.events import hide_frames, limit_text
 from lightning_thunder_strategy.compiler.pipeline import Pipeline
 from lightning_thunder_strategy.compiler.report import Record, recording, warn
 from lightning_thunder_strategy.distributed.agreement import AgreedFallback, Agreement
@@ -16,10 +19,12 @@ from lightning_thunder_strategy.steps.opaque import OpaqueMachinery
 from lightning_thunder_strategy.steps.recorder import StepRecorder
 from lightning_thunder_strategy.steps.submodules import CompiledSubmodules
 
+hide_frames(Path(lightning.__file__).parent)
+
 Unit = Literal["whole", "parts", "forward", "submodules", "eager"]
 
 HOST_SOURCES = (r".*optim_progress.*", r".*optim_step_progress.*", r".*epoch_progress.*", r"L\['args'\]\[[12]\]")
-"""Where a step finds integers that change from step to step: the Trainer's counters, ``batch_idx``, ``dataloader_idx``."""
+"""Where a step finds integers that change: the Trainer's counters, ``batch_idx``, ``dataloader_idx``."""
 
 _DATALOADER_IDX = 2  # its place among a step's arguments
 
@@ -27,6 +32,14 @@ _FIRST_UNIT: dict[str, Unit] = {"step": "whole", "forward": "forward", "submodul
 _MODE: dict[Unit, str] = {
     "whole": "step", "parts": "step", "forward": "forward", "submodules": "submodules", "eager": "off",
 }  # fmt: skip
+
+
+_WHAT: dict[Unit, str] = {
+    "parts": "The parts between such places are compiled; Lightning's own calls, backward and optimizer steps in the "
+    "step run eagerly.",
+    "submodules": "Instead the outermost submodules that it calls are compiled; the rest of it runs eagerly.",
+    "eager": "Nothing of it is compiled.",
+}
 
 
 @dataclass(frozen=True)
@@ -67,6 +80,10 @@ class CompiledStep:
         self._fullgraph = pipelines.whole.config.fullgraph and pipelines.parts.config.fullgraph
         self._functions: dict[Any, Any] = {}
         self._each_dataloader = False  # whether each dataloader has a program of its own
+        self._submodules: Optional[CompiledSubmodules] = None
+        self._submodules_called = False
+        self._reason = ""  # why the step is not compiled in the unit that was asked for
+        self._announced: Optional[Unit] = None  # the smaller unit that was warned of
         self.unit: Unit = _FIRST_UNIT[pipelines.whole.config.mode]
         self.record = Record(name, _MODE[self.unit])
         if name == "training_step" and not module.automatic_optimization and self.unit == "whole":
@@ -91,12 +108,15 @@ class CompiledStep:
         """
         if self._agreement is not None:
             self._agreement.begin(self._name)
-        while True:
-            try:
-                return self._run(tuple(args), kwargs, optimizers, schedulers, environment)
-            except (CompileError, AgreedFallback) as error:
-                if not self._adapt(args, error):
-                    self._fall_back(error)
+        try:
+            while True:
+                try:
+                    return self._run(tuple(args), kwargs, optimizers, schedulers, environment)
+                except (CompileError, AgreedFallback) as error:
+                    if not self._adapt(args, error):
+                        self._fall_back(error)
+        finally:
+            self._announce()
 
     def continue_record(self, record: Record) -> None:
         """Add to the record of an earlier stage of the same step."""
@@ -104,7 +124,7 @@ class CompiledStep:
         self.record = record
 
     def dry_run(self, args: tuple, environment: Callable[[], AbstractContextManager]) -> Any:
-        """Compile the step as one program by calling it, without its logging and metrics. Does nothing if it is not one."""
+        """Compile the step by calling it, without its logging and metrics. Does nothing if it is not one program."""
         if self.unit != "whole":
             return None
         if self._agreement is not None:
@@ -122,7 +142,7 @@ class CompiledStep:
             return
         inputs = inputs if isinstance(inputs, (tuple, list, dict)) else (inputs,)
         with recording(self.record), environment():
-            self._compiled_submodules(True).compile_root(inputs)
+            self._compiled_submodules().compile_root(inputs)
 
     # ------------------------------------------------------------------------------------------------------- units
 
@@ -133,17 +153,34 @@ class CompiledStep:
             with self._recorder.recording(schedulers), environment():
                 output = self._whole(args)(*args, **kwargs)
             return self._recorder.replay(output)
+        programs = len(self.record.programs)
         if self.unit == "parts":
             with self._machinery.hidden([*optimizers, *schedulers]), environment():
-                output = self._function("parts", self._pipelines.parts, self._named_step())(*args, **kwargs)
+                function = self._function("parts", self._pipelines.parts, self._named_step())
+                function.warn_of_limit = False
+                output = function(*args, **kwargs)
             if self.record.limit_reason is not None:
-                self._enter("submodules", "it was compiled too often (see the warning above)")
+                reason, self.record.limit_reason = self.record.limit_reason, None
+                self._enter("submodules", limit_text(reason))
+            elif self._announced is None and len(self.record.programs) == programs:
+                self._enter("submodules", self._reason)  # nothing could be cut out of it
             return output
         method = getattr(self._module, self._name)
         with recording(self.record), environment():
             if self.unit == "eager":
                 return method(*args, **kwargs)
-            return self._submodules(lambda: method(*args, **kwargs))
+            compiled = self._compiled_submodules()
+            output = compiled(lambda: method(*args, **kwargs))
+        if self._submodules_called:
+            return output
+        self._submodules_called = True
+        if self.unit == "forward" and self._module not in compiled.entries:
+            self._enter("submodules", "the step does not call the module's own forward")
+        if not compiled.entries:
+            self._enter("eager", f"{self._reason}; it calls no submodule that has parameters".removeprefix("; "))
+        elif len(self.record.programs) == programs:
+            self._enter("eager", f"{self._reason}; its submodules cannot be compiled either".removeprefix("; "))
+        return output
 
     def _whole(self, args: tuple) -> Callable:
         """The step as one program; of this dataloader only, where its index must be a constant."""
@@ -165,21 +202,11 @@ class CompiledStep:
             self._functions[key] = CompiledFunction(step, pipeline, self.record, HOST_SOURCES)
         return self._functions[key]
 
-    def _compiled_submodules(self, forward: bool) -> CompiledSubmodules:
-        if self.unit not in self._functions:
-            self._functions[self.unit] = CompiledSubmodules(self._module, self._pipelines.parts, self.record, forward)
-        return self._functions[self.unit]
-
-    def _submodules(self, call: Callable[[], Any]) -> Any:
-        compiled = self._compiled_submodules(self.unit == "forward" and is_overridden("forward", self._module))
-        first = compiled.entries is None
-        result = compiled(call)
-        if first and self.unit == "forward" and self._module not in (compiled.entries or {}):
-            self._functions["submodules"] = compiled
-            self._enter("submodules", "the step does not call the module's own forward")
-        if first and not compiled.entries:
-            self._enter("eager", "it calls no submodule that has parameters")
-        return result
+    def _compiled_submodules(self) -> CompiledSubmodules:
+        if self._submodules is None:
+            forward = self.unit == "forward" and is_overridden("forward", self._module)
+            self._submodules = CompiledSubmodules(self._module, self._pipelines.parts, self.record, forward)
+        return self._submodules
 
     # ---------------------------------------------------------------------------------------------------- fallback
 
@@ -206,21 +233,21 @@ class CompiledStep:
 
     def _begin_manual_optimization(self) -> None:
         if self._fullgraph:
-            raise CompileError(
-                self._name, "it uses manual optimization, whose backward and optimizer steps cannot be part of the program",
-                None, None, False,
-            )  # fmt: skip
+            reason = "it uses manual optimization, whose backward and optimizer steps cannot be part of the program"
+            raise CompileError(self._name, reason, None, None, False)
         self._enter("parts", "it uses manual optimization")
 
     def _enter(self, unit: Unit, reason: str) -> None:
-        """Go on with a smaller unit and say so."""
-        what = {
-            "parts": "The parts between such places are compiled; Lightning's own calls, backward and optimizer steps in "
-            "the step run eagerly.",
-            "submodules": "Instead the outermost submodules that it calls are compiled; the rest of it runs eagerly.",
-            "eager": "Nothing of it is compiled.",
-        }[unit]
-        self.unit = unit
+        """Go on with a smaller unit. It is said once it is known how far the fall goes."""
+        self.unit, self._reason = unit, reason.rstrip(".")
         self.record.mode = _MODE[unit]
-        self.record.note = f"not one compiled program: {reason.rstrip('.')}. {what}"
+        self.record.note = f"not one compiled program: {self._reason}. {_WHAT[unit]}"
+
+    def _announce(self) -> None:
+        """After a call: say what is compiled instead of the step, if that is new."""
+        if self.unit == self._announced or not self._reason:
+            return
+        if self.unit == "submodules" and not self._submodules_called:
+            return  # the next call tells whether there is anything to compile
+        self._announced = self.unit
         warn(f"{self._name} is {self.record.note} Set fullgraph=True to make this an error.")

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torchmetrics import Metric, MetricCollection
 
 from lightning_thunder_strategy.compiler import _torch_compat
 from lightning_thunder_strategy.compiler.compile import module_entry
@@ -12,64 +13,51 @@ from lightning_thunder_strategy.compiler.report import Record
 
 
 class CompiledSubmodules:
-    """Finds the submodules that a step calls directly by watching one eager call, then compiles those.
+    """Runs a function so that modules which it calls, and not through another module, run compiled.
 
     Args:
         root: The module whose submodules may be compiled.
         pipeline: Compiles them.
         record: What is recorded if no step is active.
         forward: Also compile calls of ``root`` itself.
+
+    Attributes:
+        entries: The modules that were called so far, and their compiled calls.
     """
 
     def __init__(self, root: nn.Module, pipeline: Pipeline, record: Record, forward: bool) -> None:
         self._root = root
         self._pipeline = pipeline
         self._record = record
-        self._candidates = [m for m in root.modules() if forward or m is not root]
-        self._made: dict[nn.Module, Callable] = {}
-        self.entries: dict[nn.Module, Callable] | None = None
+        modules = [m for m in root.modules() if not isinstance(m, (Metric, MetricCollection))]
+        self._watched = {m: self._outermost(m) for m in modules if forward or m is not root}
+        self.entries: dict[nn.Module, Callable] = {}
 
-    def _entry(self, module: nn.Module) -> Callable:
-        if module not in self._made:
-            self._made[module] = module_entry(module, self._pipeline, self._record)
-        return self._made[module]
+    def __call__(self, call: Callable[[], Any]) -> Any:
+        """Run ``call``."""
+        known = len(self.entries)
+        with _torch_compat.compiled_calls(self._watched):
+            result = call()
+        if len(self.entries) > known:
+            self._stop_watching_parts()
+        return result
 
     def compile_root(self, inputs: Any) -> None:
         """Compile calls of the root on example inputs: positional, or by name in a dictionary."""
-        with _torch_compat.compiled_calls({self._root: self._entry(self._root)}):
-            self._root(**inputs) if isinstance(inputs, dict) else self._root(*inputs)
+        self(lambda: self._root(**inputs) if isinstance(inputs, dict) else self._root(*inputs))
 
-    def watch(self, call: Callable[[], Any]) -> Any:
-        """Run ``call`` eagerly, but for what is compiled already, and note which modules it calls from outside any
-        other."""
-        found: dict[nn.Module, Callable] = {}
-        depth = 0
+    def _outermost(self, module: nn.Module) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if module not in self.entries:
+                if not any(True for _ in module.parameters()):
+                    return _torch_compat.plain_call(module)(*args, **kwargs)
+                self.entries[module] = module_entry(module, self._pipeline, self._record)
+            with _torch_compat.compiled_calls(dict.fromkeys(self._watched)):  # its own submodules are part of it
+                return self.entries[module](*args, **kwargs)
 
-        def spy(module: nn.Module) -> Callable:
-            def entry(*args: Any, **kwargs: Any) -> Any:
-                nonlocal depth
-                run = _torch_compat.plain_call(module)
-                if depth == 0 and any(True for _ in module.parameters()):
-                    ready = module in self._made
-                    found[module] = self._entry(module)
-                    if ready:
-                        return found[module](*args, **kwargs)
-                depth += 1
-                try:
-                    return run(*args, **kwargs)
-                finally:
-                    depth -= 1
+        return call
 
-            return entry
-
-        with _torch_compat.compiled_calls({module: spy(module) for module in self._candidates}):
-            result = call()
-        self.entries = found
-        return result
-
-    def __call__(self, call: Callable[[], Any]) -> Any:
-        """Run ``call`` with the found modules compiled."""
-        if self.entries is None:
-            return self.watch(call)
-        with _torch_compat.compiled_calls(self.entries):
-            return call()
+    def _stop_watching_parts(self) -> None:
+        """What is only called as part of a compiled module need not be watched."""
+        parts = {part for module in self.entries for part in module.modules()} - self.entries.keys()
+        self._watched = {module: call for module, call in self._watched.items() if module not in parts}

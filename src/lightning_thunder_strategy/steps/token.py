@@ -24,7 +24,9 @@ class Token:
         raise MetricValueUsedError("The step computes with the value of a metric.")
 
     __bool__ = __len__ = __iter__ = __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __neg__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __neg__ = (
+        _refuse
+    )
     __getattr__ = __getitem__ = __contains__ = __abs__ = __round__ = _refuse
     __float__ = __int__ = __index__ = __str__ = __format__ = _refuse
     __hash__ = object.__hash__
@@ -50,7 +52,8 @@ def resolved(tree: Any, values: dict[int, Any]) -> Any:
 
 def store_values(root: nn.Module, values: dict[int, Any]) -> bool:
     """Put real values in place of the tokens that a step has kept in attributes of its modules. Whether any was."""
-    return any([_store(vars(module), values, set()) for module in root.modules()])
+    found = [_store(vars(module), values, set()) for module in root.modules()]
+    return any(found)
 
 
 _NOT_A_USERS = ("_modules", "_parameters", "_buffers", "_trainer", "_fabric")
