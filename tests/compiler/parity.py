@@ -23,7 +23,8 @@ def assert_same(actual: Any, expected: Any, where: str = "result", rtol: float =
     if isinstance(expected, torch.Tensor):
         assert actual.dtype == expected.dtype and actual.shape == expected.shape, where
         assert actual.requires_grad == expected.requires_grad, f"{where}: requires_grad"
-        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=True, msg=lambda m: f"{where}: {m}")
+        named = lambda message: f"{where}: {message}"  # noqa: E731
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol, equal_nan=True, msg=named)
     elif isinstance(expected, Mapping):
         assert list(actual) == list(expected), where
         for key in expected:
@@ -34,9 +35,7 @@ def assert_same(actual: Any, expected: Any, where: str = "result", rtol: float =
             assert_same(one, other, f"{where}[{index}]", rtol, atol)
     elif dataclasses.is_dataclass(expected) and not isinstance(expected, type):
         for item in dataclasses.fields(expected):
-            assert_same(
-                getattr(actual, item.name), getattr(expected, item.name), f"{where}.{item.name}", rtol, atol
-            )
+            assert_same(getattr(actual, item.name), getattr(expected, item.name), f"{where}.{item.name}", rtol, atol)
     else:
         assert actual == expected, f"{where}: {actual!r} is not {expected!r}"
 

@@ -436,7 +436,7 @@ def test_modules_of_the_same_class_do_not_share_what_was_learned_of_shapes():
     for n in (2, 3, 5):
         first(torch.randn(n, 4))
     second(torch.randn(3, 6))
-    (trace, *_), = lts.traces(second)
+    ((trace, *_),) = lts.traces(second)
     assert "f32[3, 6]" in str(trace)
 
 

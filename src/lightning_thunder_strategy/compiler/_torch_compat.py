@@ -5,7 +5,7 @@ Each function says what it stands for; the rest of the package calls these.
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -22,7 +22,7 @@ def dynamo_errors() -> tuple[type[BaseException], ...]:
     """The errors with which Dynamo says that it could not compile a function (before any of it has run)."""
     from torch._dynamo import exc
 
-    return (exc.TorchDynamoException,)
+    return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 
 
 def control_flow_errors() -> tuple[type[BaseException], ...]:
@@ -123,20 +123,24 @@ def placeholder_source(node: fx.Node) -> Optional[str]:
 
 
 @contextlib.contextmanager
-def compiled_calls(entries: dict[torch.nn.Module, Callable]) -> Iterator[None]:
-    """While open, each module's ``__call__`` goes to its entry. Uses the attribute that ``nn.Module.compile`` sets,
-    which pickle and deepcopy leave out."""
-    before = {module: module.__dict__.get("_compiled_call_impl") for module in entries}
+def compiled_calls(entries: Mapping[torch.nn.Module, Optional[Callable]]) -> Iterator[None]:
+    """While open, each module's ``__call__`` goes to its entry, or is plain where that is ``None``. Uses the attribute
+    that ``nn.Module.compile`` sets, which pickle and deepcopy leave out."""
+    before = [(module, module.__dict__.get("_compiled_call_impl")) for module in entries]
     try:
         for module, entry in entries.items():
-            module.__dict__["_compiled_call_impl"] = entry
+            _set_compiled_call(module, entry)
         yield
     finally:
-        for module, value in before.items():
-            if value is None:
-                module.__dict__.pop("_compiled_call_impl", None)
-            else:
-                module.__dict__["_compiled_call_impl"] = value
+        for module, entry in before:
+            _set_compiled_call(module, entry)
+
+
+def _set_compiled_call(module: torch.nn.Module, entry: Optional[Callable]) -> None:
+    if entry is None:
+        module.__dict__.pop("_compiled_call_impl", None)
+    else:
+        module.__dict__["_compiled_call_impl"] = entry
 
 
 def plain_call(module: torch.nn.Module) -> Callable:
@@ -219,21 +223,23 @@ def aot_input_index(node: fx.Node) -> Optional[int]:
     return _plain_input_index(node.meta.get("desc"))
 
 
-def aot_gradient_index(desc: Any) -> Optional[int]:
-    """Which input of the acquired program an output of the backward is the gradient of."""
-    return _plain_input_index(getattr(_unwrap_subclass(desc), "grad_of", None))
+def output_descriptions(graph: fx.Graph) -> list[tuple[str, Optional[int]]]:
+    """What each output of a joint, forward or backward program is, and which acquired input it belongs to.
+
+    ``"result"``, ``"saved"``, ``"gradient"`` or ``"edited"`` (the new value of an input), or ``""`` if it is not known.
+    """
+    descriptions = next(iter(reversed(graph.nodes))).meta.get("desc") or []
+    return [_output_description(_unwrap_subclass(desc)) for desc in descriptions]
 
 
-def output_descriptions(graph: fx.Graph) -> list[Any]:
-    return list(next(iter(reversed(graph.nodes))).meta.get("desc") or [])
-
-
-def description_kind(desc: Any) -> str:
-    """``"output"``, ``"saved"``, ``"gradient"`` or ``""``: what an output of a forward or backward program is."""
-    name = type(_unwrap_subclass(desc)).__name__
-    return {"PlainAOTOutput": "output", "SavedForBackwardsAOTOutput": "saved", "GradAOTOutput": "gradient"}.get(
-        name, ""
-    )
+def _output_description(desc: Any) -> tuple[str, Optional[int]]:
+    kinds = {
+        "PlainAOTOutput": ("result", None), "SavedForBackwardsAOTOutput": ("saved", None),
+        "SavedForBackwardsNoVcCheckAOTOutput": ("saved", None),
+        "GradAOTOutput": ("gradient", "grad_of"), "InputMutationAOTOutput": ("edited", "mutated_input"),
+    }  # fmt: skip
+    kind, attribute = kinds.get(type(desc).__name__, ("", None))
+    return kind, _plain_input_index(getattr(desc, attribute, None)) if attribute else None
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -249,6 +255,40 @@ def _unwrap_subclass(desc: Any) -> Any:
 def _plain_input_index(desc: Any) -> Optional[int]:
     desc = _unwrap_subclass(desc)
     return desc.idx if type(desc).__name__ == "PlainAOTInput" else None
+
+
+def is_random_state(node: fx.Node) -> bool:
+    """Whether a placeholder of a backward is the state of a random generator, saved by the forward."""
+    return any(
+        isinstance(user.target, torch._ops.HigherOrderOperator)
+        and user.target.name() == "run_with_rng_state"
+        and user.args[0] is node
+        for user in node.users
+    )
+
+
+def eager_checkpoints(gm: fx.GraphModule) -> None:
+    """Make activation checkpoints in an acquired program real ones, so that it may run without AOTAutograd.
+
+    What Dynamo puts there only marks a region: run eagerly it would draw other random numbers when it computes again.
+    """
+    from torch.utils.checkpoint import checkpoint
+
+    for child in gm.children():
+        if isinstance(child, fx.GraphModule):
+            eager_checkpoints(child)
+    for node in gm.graph.nodes:
+        if is_checkpoint(node):
+            region = getattr(gm, str(node.args[0].target))  # type: ignore[union-attr]
+            policy = region.meta.get("_checkpoint_context_fn")
+            node.target = checkpoint
+            node.kwargs = {"use_reentrant": False, **({"context_fn": policy} if policy is not None else {})}
+    gm.recompile()
+
+
+def is_checkpoint(node: fx.Node) -> bool:
+    """Whether a node of an acquired program calls a region of ``torch.utils.checkpoint``."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() == "tag_activation_checkpoint"
 
 
 def real_object(value: Any) -> Any:
@@ -384,6 +424,17 @@ def outside_fake_mode() -> contextlib.AbstractContextManager:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
+
+
+def defining_module(op: torch._ops.OpOverload) -> Optional[str]:
+    """The module that must be imported for ``torch.ops`` to have this operator, or ``None`` if importing torch does."""
+    from torch._library.custom_ops import OPDEFS
+
+    if op.namespace == "prims" and op._schema.name.startswith("prims::inductor_"):
+        return "torch._inductor.inductor_prims"
+    definition = OPDEFS.get(op._schema.name)
+    module = getattr(getattr(definition, "_init_fn", None), "__module__", None)
+    return None if module == "__main__" else module
 
 
 def no_node_metadata() -> contextlib.AbstractContextManager:

@@ -55,6 +55,7 @@ class CompiledFunction:
         self.pipeline = pipeline
         self.record = record
         self.around: Optional[Callable[[Callable[[], Any]], Any]] = None  # called around each call
+        self.warn_of_limit = True
         self._host_sources = tuple(host_sources)
         self.module = next(iter(pipeline.modules.values()), None)
         self.fullgraph = pipeline.config.fullgraph
@@ -67,7 +68,10 @@ class CompiledFunction:
         with recording(self.record) as record, record.new_programs_of(self):
             call = lambda: self._call(record, args, kwargs)  # noqa: E731
             wrapped = call if self.around is None else lambda: self.around(call)
-            return events.call_within(record, self._host_sources, wrapped)
+            result = events.call_within(record, self._host_sources, wrapped)
+        if self.warn_of_limit:
+            events.report_limit(record)
+        return result
 
     def _call(self, record: Record, args: tuple, kwargs: dict) -> Any:
         if not self.fullgraph:
@@ -87,10 +91,8 @@ def compile_error(record: Record, error: BaseException) -> Exception:
         return inner if isinstance(inner, Exception) else RuntimeError(str(inner))
     limit = _torch_compat.is_recompile_limit(error)
     if limit:
-        reason = record.limit_reason or "the recompile limit was reached"
-        return CompileError(
-            record.name, f"the guard {reason!r} fails again and again. {events.advice(reason)}", None, None, True
-        )
+        reason, record.limit_reason = record.limit_reason or "the recompile limit was reached", None
+        return CompileError(record.name, events.limit_text(reason), None, None, True)
     stack = _torch_compat.unsupported_stack(error)
     file, line = events.user_place(stack) or (stack[-1] if stack else (None, None))
     return CompileError(record.name, events.dynamo_reason(str(error)) or events.first_line(error), file, line, False)

@@ -13,7 +13,7 @@ from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.dispatch import dispatch
 from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.report import Program
-from lightning_thunder_strategy.compiler.trace import Origin, Trace
+from lightning_thunder_strategy.compiler.trace import Origin, Trace, TraceOutput
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.executors.base import Executor
 
@@ -85,7 +85,7 @@ class Differentiation:
         self.partitioned = True
         started = time.perf_counter()
         program = self._program
-        trace = Trace("joint", joint, self._name_inputs(joint.graph))
+        trace = Trace("joint", joint, self._name_inputs(joint.graph), outputs=self._name_outputs(joint.graph))
         program.traces.append(trace.snapshot("forward and backward as one program"))
         for transform in self._transforms:
             if type(transform).joint is not Transform.joint:
@@ -94,8 +94,9 @@ class Differentiation:
         forward, backward = _torch_compat.min_cut_partition(joint, inputs, **kwargs)
         _sort_saved_values(forward, backward, kwargs["num_fwd_outputs"])
         names = self._name_inputs(forward.graph)
-        forward_trace = Trace("forward", forward, names)
-        backward_trace = Trace("backward", backward, self._name_backward(forward.graph, backward.graph, names))
+        known = self._name_backward(forward.graph, backward.graph, names)
+        forward_trace = Trace("forward", forward, names, outputs=self._name_outputs(forward.graph))
+        backward_trace = Trace("backward", backward, known, outputs=self._name_outputs(backward.graph))
         program.traces.append(forward_trace.snapshot("after the partition"))
         program.traces.append(backward_trace.snapshot("after the partition"))
         self._partition_passes(forward_trace, backward_trace)
@@ -139,14 +140,14 @@ class Differentiation:
         started = time.perf_counter()
         stage = "backward" if backward else "forward"
         if inference:
-            trace = Trace("forward", gm, self._name_inputs(gm.graph))
+            trace = Trace("forward", gm, self._name_inputs(gm.graph), outputs=self._name_outputs(gm.graph))
             self._program.traces.append(trace.snapshot("without gradients"))
             self._partition_passes(trace, None)
         known = self._partitioned.get(stage, {})
         origins = {n: known[n.name] for n in gm.graph.find_nodes(op="placeholder") if n.name in known}
         compiled = dispatch(
             gm, inputs, stage=stage, executors=self._executors, program=self._program, on_error=self._config.on_error,
-            whole=whole, trace=Trace(stage, gm, origins),
+            whole=whole, trace=Trace(stage, gm, origins, outputs=self._name_outputs(gm.graph)),
         )  # fmt: skip
         self._program.seconds["dispatch"] += time.perf_counter() - started
         self._stored()
@@ -168,6 +169,11 @@ class Differentiation:
                 result[node] = origin if plain else Origin(f"{origin.name}_mesh", "object")
         return result
 
+    def _name_outputs(self, graph: fx.Graph) -> list[TraceOutput]:
+        described = _torch_compat.output_descriptions(graph)
+        known = {index: origin.origin or origin.name for index, origin in enumerate(self._origins)}
+        return [TraceOutput(kind, known.get(index) if index is not None else None) for kind, index in described]
+
     def _name_backward(
         self, forward: fx.Graph, backward: fx.Graph, names: dict[fx.Node, Origin]
     ) -> dict[fx.Node, Origin]:
@@ -176,6 +182,8 @@ class Differentiation:
         for node in backward.find_nodes(op="placeholder"):
             if _torch_compat.is_tangent(node):
                 result[node] = Origin(node.name, "gradient")
+            elif _torch_compat.is_random_state(node):
+                result[node] = Origin(node.name, "random state")
             else:
                 result[node] = by_name.get(node.name, Origin(node.name, "saved"))
         return result

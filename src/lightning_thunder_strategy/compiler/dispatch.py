@@ -121,7 +121,10 @@ def dispatch(
     operations = [node for node in gm.graph.nodes if _is_operation(node)]
     if not plan.executors:
         program.executors[_EAGER] += len(operations)
-        _record_final(program, stage, trace.graph_module or gm, trace, dict.fromkeys(operations, _EAGER))
+        final = Trace(
+            f"final {stage}", gm, trace._origins, notes=dict.fromkeys(operations, _EAGER), outputs=trace.outputs
+        )
+        program.traces.append(final.snapshot("after dispatch"))
         return _torch_compat.boxed(gm)
 
     original = _copy(gm)
@@ -362,10 +365,4 @@ def _final_record(stage: str, final: fx.GraphModule, trace: Trace, notes: dict[f
     before = trace.graph.find_nodes(op="placeholder")
     after = final.graph.find_nodes(op="placeholder")
     origins = {new: origin for old, new in zip(before, after) if (origin := trace.origin(old)) is not None}
-    return Trace(f"final {stage}", final, origins, notes=notes).snapshot("after dispatch")
-
-
-def _record_final(program: Program, stage: str, gm: fx.GraphModule, trace: Trace, notes: dict[fx.Node, str]) -> None:
-    del gm
-    final = Trace(f"final {stage}", trace.graph_module, trace._origins, notes=notes)
-    program.traces.append(final.snapshot("after dispatch"))
+    return Trace(f"final {stage}", final, origins, notes=notes, outputs=trace.outputs).snapshot("after dispatch")

@@ -1,28 +1,48 @@
 """Prints an FX program as a plain Python function that runs on its own."""
 
-import enum
-import importlib
+import builtins
 import keyword
-import math
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
 import torch
 from torch import fx
-from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler.expressions import Expressions, identifier
 
 _DTYPES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16", torch.int64: "i64",
     torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "b8",
 }  # fmt: skip
 _OWN_FILES = str(Path(__file__).parent.parent)  # a line of the user's says more than one of ours
-_SMALL_CONSTANT = 16  # tensor elements that are printed inline
+_RESERVED = frozenset([*dir(builtins), *keyword.kwlist, "program", "torch", "operator", "tensor", "inputs"])
+_SYMBOLS = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
+    operator.mod: "%", operator.pow: "**", operator.matmul: "@", operator.eq: "==", operator.ne: "!=",
+    operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.and_: "&", operator.or_: "|",
+}  # fmt: skip
+
+
+@dataclass
+class Notes:
+    """What is printed besides the program itself.
+
+    Attributes:
+        names: Names for some inputs; others keep the name of their node.
+        inputs: A word for an input, such as ``parameter net.weight``.
+        operations: A word for the end of a statement, such as the executor that runs it.
+        outputs: A word for each output, such as ``gradient of net.weight``.
+    """
+
+    names: Mapping[fx.Node, str] = field(default_factory=dict)
+    inputs: Mapping[fx.Node, str] = field(default_factory=dict)
+    operations: Mapping[fx.Node, str] = field(default_factory=dict)
+    outputs: Sequence[str] = ()
 
 
 @dataclass
@@ -32,10 +52,12 @@ class Emission:
     Attributes:
         source: The text: imports, constants that have an expression, one function for each nested program, and
             ``def program(...)``.
+        inputs: The names of the program's inputs.
         constants: Objects that have no expression; ``source`` uses these names freely.
     """
 
     source: str
+    inputs: list[str] = field(default_factory=list)
     constants: dict[str, Any] = field(default_factory=dict)
 
 
@@ -49,249 +71,181 @@ def type_text(value: Any) -> str:
     return type(_torch_compat.real_object(value)).__name__
 
 
-def mesh_expression(mesh: DeviceMesh) -> str:
-    """The call that makes an equal mesh."""
-    names = f", mesh_dim_names={mesh.mesh_dim_names!r}" if mesh.mesh_dim_names else ""
-    return f"torch.distributed.device_mesh.init_device_mesh({mesh.device_type!r}, {tuple(mesh.shape)}{names})"
-
-
 def node_value(node: fx.Node) -> Any:
     """The example (usually fake) value of a node, or ``None``."""
     return node.meta.get("val", node.meta.get("example_value"))
 
 
-def identifier(text: str) -> str:
-    """``text`` as a Python name."""
-    name = re.sub(r"\W+", "_", text).strip("_") or "value"
-    if name[0].isdigit():
-        name = f"_{name}"
-    return f"{name}_" if keyword.iskeyword(name) else name
-
-
-def emit(
-    gm: fx.GraphModule,
-    names: Optional[Mapping[fx.Node, str]] = None,
-    notes: Optional[Mapping[fx.Node, str]] = None,
-    input_notes: Optional[Mapping[fx.Node, str]] = None,
-) -> Emission:
+def emit(gm: fx.GraphModule, notes: Optional[Notes] = None) -> Emission:
     """Print ``gm`` as Python.
 
     Args:
         gm: The program.
-        names: Names for some of its inputs; others keep the name of their node.
-        notes: A word for the end of a statement, such as the executor that runs it.
-        input_notes: A word for an input, such as ``parameter net.weight``.
+        notes: What is known of it.
     """
-    return _Emitter().program(gm, names or {}, notes or {}, input_notes or {})
+    reserved: set[str] = set(_RESERVED)
+    while True:
+        emitter = _Emitter(reserved)
+        emission = emitter.program(gm, notes or Notes())
+        clashes = emitter.local_names & emitter.global_names()
+        if not clashes - reserved:
+            return emission
+        reserved |= clashes  # a value has the name of a module or function that another statement uses
 
 
 class _Emitter:
-    def __init__(self) -> None:
-        self.imports: set[str] = {"torch"}
-        self.definitions: dict[str, str] = {}  # name -> expression
-        self.constants: dict[str, Any] = {}
-        self._constant_names: dict[int, str] = {}
+    def __init__(self, reserved: Iterable[str]) -> None:
+        self.reserved = frozenset(reserved)
+        self.local_names: set[str] = set()
+        self.expressions = Expressions()
         self.functions: list[str] = []
         self._function_names: dict[int, str] = {}
-        self._taken: set[str] = {"program", "torch"}
 
-    def program(
-        self, gm: fx.GraphModule, names: Mapping[fx.Node, str], notes: Mapping, input_notes: Mapping
-    ) -> Emission:
-        body = self._function("program", gm, names, notes, input_notes)
-        lines = [f"import {name}" for name in sorted(self.imports)]
-        if self.definitions:
-            lines += ["", *(f"{name} = {value}" for name, value in self.definitions.items())]
+    def program(self, gm: fx.GraphModule, notes: Notes) -> Emission:
+        body, inputs = self._function("program", gm, notes)
+        lines = [f"import {name}" for name in sorted(self.expressions.imports)]
+        if self.expressions.definitions:
+            lines += ["", *(f"{name} = {value}" for name, value in self.expressions.definitions.items())]
         for function in [*self.functions, body]:
             lines += ["", "", function]
-        return Emission("\n".join(lines) + "\n", self.constants)
+        return Emission("\n".join(lines) + "\n", inputs, self.expressions.constants)
+
+    def global_names(self) -> set[str]:
+        return {name.partition(".")[0] for name in self.expressions.imports} | self.expressions.taken
 
     # ------------------------------------------------------------------------------------------------- functions
 
-    def _function(
-        self, name: str, gm: fx.GraphModule, names: Mapping[fx.Node, str], notes: Mapping, input_notes: Mapping
-    ) -> str:
-        scope = _Scope(gm.graph, names)
+    def _function(self, name: str, gm: fx.GraphModule, notes: Notes) -> tuple[str, list[str]]:
+        """A program as the text of a function, and the names of its inputs."""
+        names = self._names(gm.graph, notes.names)
         last_use = _last_uses(gm.graph)
-        inputs = [scope[node] for node in gm.graph.find_nodes(op="placeholder")]
-        lines = []
+        inputs, signature, lines = [], [f"def {name}("], []
         where = None
         for node in gm.graph.nodes:
             if node.op == "placeholder":
-                note = input_notes.get(node)
-                lines.append(f"# {scope[node]}: {_described(node)}{f', {note}' if note else ''}")
+                note = notes.inputs.get(node)
+                inputs.append(names[node])
+                signature.append(f"    {names[node]},  # {_described(node)}{f', {note}' if note else ''}")
+                continue
+            if node.op == "output":
+                lines += self._return(node.args[0], names, notes.outputs)
                 continue
             source = _source_line(node)
             if source is not None and source != where:
                 lines.append(f"# {source}")
                 where = source
-            if node.op == "output":
-                lines.append(f"return {self._argument(node.args[0], scope)}")
-            else:
-                note = notes.get(node)
-                target, expression = scope[node], self._expression(node, gm, scope)
-                lines.append(f"{target} = {expression}  # {_described(node)}{f', {note}' if note else ''}")
-            dead = [scope[used] for used in last_use.get(node, ()) if used is not node]
-            if dead and node.op != "output":
+            note = notes.operations.get(node)
+            expression = self._expression(node, gm, names)
+            target = f"{names[node]} = " if node.users else ""
+            lines.append(f"{target}{expression}  # {_described(node)}{f', {note}' if note else ''}")
+            dead = [names[used] for used in last_use.get(node, ())]
+            if dead:
                 lines.append(f"del {', '.join(dead)}")
-        return "\n    ".join([f"def {name}({', '.join(inputs)}):", *lines])
+        signature = [*signature, "):"] if inputs else [f"def {name}():"]
+        return "\n".join([*signature, *(f"    {line}" for line in lines)]), inputs
 
-    def _subprogram(self, gm: fx.GraphModule, name: str, notes: Optional[Mapping] = None) -> str:
+    def _return(self, value: Any, names: Mapping[fx.Node, str], notes: Sequence[str]) -> list[str]:
+        if not notes or not isinstance(value, (tuple, list)) or len(notes) != len(value):
+            return [f"return {self.expressions.argument(value, names)}"]
+        items = [f"    {self.expressions.argument(item, names)}," for item in value]
+        return ["return (", *(f"{item}  # {note}" if note else item for item, note in zip(items, notes)), ")"]
+
+    def _names(self, graph: fx.Graph, wanted: Mapping[fx.Node, str]) -> dict[fx.Node, str]:
+        names: dict[fx.Node, str] = {}
+        taken = set(self.reserved)
+        for node in graph.nodes:
+            base = name = identifier(wanted.get(node, node.name))
+            number = 0
+            while name in taken:
+                number += 1
+                name = f"{base}_{number}"
+            taken.add(name)
+            names[node] = name
+        self.local_names.update(names.values())
+        return names
+
+    def _subprogram(self, gm: fx.GraphModule, name: str) -> str:
         """The name of the function that a nested program is printed as."""
         if id(gm) not in self._function_names:
-            self._function_names[id(gm)] = unique = self._unique(identifier(name))
-            self.functions.append(self._function(unique, gm, {}, notes or {}, {}))
+            self._function_names[id(gm)] = unique = self.expressions.unique(identifier(name))
+            self.functions.append(self._function(unique, gm, Notes())[0])
         return self._function_names[id(gm)]
-
-    def _unique(self, name: str) -> str:
-        candidate, number = name, 0
-        while candidate in self._taken:
-            number += 1
-            candidate = f"{name}_{number}"
-        self._taken.add(candidate)
-        return candidate
 
     # ----------------------------------------------------------------------------------------------- expressions
 
-    def _expression(self, node: fx.Node, gm: fx.GraphModule, scope: "_Scope") -> str:
+    def _expression(self, node: fx.Node, gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> str:
         if node.op == "get_attr":
-            value = _attribute(gm, node.target)
-            return (
-                self._subprogram(value, node.target)
-                if isinstance(value, fx.GraphModule)
-                else self._constant(value, node.target)
-            )
-        args = [self._argument(arg, scope) for arg in node.args]
-        kwargs = [f"{key}={self._argument(value, scope)}" for key, value in node.kwargs.items()]
+            return self._attribute(gm, str(node.target))
+        args = [self.expressions.argument(arg, names) for arg in node.args]
+        kwargs = [f"{key}={self.expressions.argument(value, names)}" for key, value in node.kwargs.items()]
+        arguments = ", ".join([*args, *kwargs])
         if node.op == "call_method":
             return f"{_parenthesised(args[0])}.{node.target}({', '.join([*args[1:], *kwargs])})"
         if node.op == "call_module":
-            value = _attribute(gm, node.target)
-            function = (
-                self._subprogram(value, node.target)
-                if isinstance(value, fx.GraphModule)
-                else self._constant(value, node.target)
-            )
-            return f"{function}({', '.join([*args, *kwargs])})"
+            return f"{self._attribute(gm, str(node.target))}({arguments})"
         if node.target is operator.getitem:
             return f"{_parenthesised(args[0])}[{args[1]}]"
+        if node.target is getattr and len(args) == 2 and str(node.args[1]).isidentifier():
+            return f"{_parenthesised(args[0])}.{node.args[1]}"
+        if node.target in _SYMBOLS and len(args) == 2 and not kwargs:
+            left, right = (arg if _is_number(arg) else _parenthesised(arg) for arg in args)
+            return f"{left} {_SYMBOLS[node.target]} {right}"
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            special = self._higher_order(node, args, kwargs)
+            special = self._higher_order(node, gm, args)
             if special is not None:
                 return special
-        return f"{self._callable(node.target)}({', '.join([*args, *kwargs])})"
+        return f"{self.expressions.callable(node.target)}({arguments})"
 
-    def _higher_order(self, node: fx.Node, args: list[str], kwargs: list[str]) -> Optional[str]:
+    def _attribute(self, gm: fx.GraphModule, target: str) -> str:
+        value = _attribute(gm, target)
+        if isinstance(value, fx.GraphModule):
+            return self._subprogram(value, target)
+        return self.expressions.constant(value, target)
+
+    def _higher_order(self, node: fx.Node, gm: fx.GraphModule, args: list[str]) -> Optional[str]:
         """Operators that take programs: printed as the direct call of those programs."""
-        name = node.target.name()
+        name = node.target.name()  # type: ignore[union-attr]
         if name == "invoke_subgraph":
             return f"{args[0]}({', '.join(args[2:])})"
         if name == "tag_activation_checkpoint":
-            return f"{args[0]}({', '.join(args[1:])})"
+            self.expressions.imports.add("torch.utils.checkpoint")
+            return f"torch.utils.checkpoint.checkpoint({', '.join(args)}, use_reentrant=False)"
         if name == "autograd_function_apply":
-            return self._autograd_function(node, args, dict(zip(node.kwargs, kwargs)))
+            return f"{self._autograd_function(node, gm)}.apply({', '.join(args[2:])})"
         return None
 
-    def _autograd_function(self, node: fx.Node, args: list[str], kwargs: Mapping[str, str]) -> str:
-        forward, backward, *inputs = args
-        name = self._unique("Function")
-        mask = tuple(node.kwargs.get("args_tensor_mask", ()))
-        # The backward program takes the saved values after the gradients and gives one gradient a tensor input.
-        self.functions.append(
-            f"class {name}(torch.autograd.Function):\n"
-            f"    @staticmethod\n"
-            f"    def forward(ctx, *args):\n"
-            f"        outputs, saved = {forward}(None, *args)\n"
-            f"        ctx.saved = saved\n"
-            f"        return outputs\n\n"
-            f"    @staticmethod\n"
-            f"    def backward(ctx, *gradients):\n"
-            f"        results = {backward}(None, *gradients, *ctx.saved)\n"
-            f"        results = iter(results if isinstance(results, (tuple, list)) else (results,))\n"
-            f"        return tuple(next(results) if tensor else None for tensor in {mask!r})"
+    def _autograd_function(self, node: fx.Node, gm: fx.GraphModule) -> str:
+        """The name of a printed class over the forward and backward program of a user's ``autograd.Function``."""
+        forward, backward = (
+            self._subprogram(part, str(part_node.target))
+            for part_node in node.args[:2]
+            if isinstance(part := _attribute(gm, str(part_node.target)), fx.GraphModule)  # type: ignore[union-attr]
         )
-        return f"{name}.apply({', '.join(inputs)})"
-
-    def _argument(self, value: Any, scope: "_Scope") -> str:
-        if isinstance(value, fx.Node):
-            return scope[value]
-        if isinstance(value, tuple) and hasattr(value, "_fields") and type(value) is not tuple:
-            return f"{self._callable(type(value))}({', '.join(self._argument(item, scope) for item in value)})"
-        if isinstance(value, torch.Size):
-            return f"torch.Size({self._argument(list(value), scope)})"
-        if isinstance(value, (tuple, list)):
-            inner = ", ".join(self._argument(item, scope) for item in value)
-            if isinstance(value, list):
-                return f"[{inner}]"
-            return f"({inner},)" if len(value) == 1 else f"({inner})"
-        if isinstance(value, dict):
-            inner = ", ".join(f"{self._argument(k, scope)}: {self._argument(v, scope)}" for k, v in value.items())
-            return f"{{{inner}}}"
-        if isinstance(value, slice):
-            return f"slice({', '.join(self._argument(part, scope) for part in (value.start, value.stop, value.step))})"
-        literal = _literal(value)
-        if literal is not None:
-            return literal
-        if isinstance(value, torch.distributed.tensor.placement_types.Placement) and type(value).__module__.startswith(
-            "torch."
-        ):
-            self.imports.add("torch.distributed.tensor")
-            return f"torch.distributed.tensor.{_placement(value)}"
-        if callable(value) or isinstance(value, enum.Enum):
-            return self._callable(value)
-        return self._constant(value, type(value).__name__)
-
-    def _callable(self, target: Any) -> str:
-        """The importable path of a function, class or enum member, or a constant."""
-        if isinstance(target, torch._ops.OpOverload):
-            return f"torch.ops.{target}"
-        if isinstance(target, enum.Enum):
-            return f"{self._callable(type(target))}.{target.name}"
-        for module, name in _candidate_paths(target):
-            if _resolves(module, name, target):
-                self.imports.add(module)
-                return f"{module}.{name}"
-        return self._constant(target, getattr(target, "__name__", type(target).__name__))
-
-    def _constant(self, value: Any, hint: str) -> str:
-        if id(value) in self._constant_names:
-            return self._constant_names[id(value)]
-        name = self._constant_names[id(value)] = self._unique(f"{identifier(hint.lower())}_constant".lstrip("_"))
-        expression = self._constant_expression(value)
-        if expression is not None:
-            self.definitions[name] = expression
-        else:
-            self.constants[name] = value
+        # Up to torch 2.10 both programs take a first input that is never used.
+        first = "None, " if "args_tensor_mask" in node.kwargs else ""
+        marks = [
+            f"        ctx.{mark}(*(outputs[index] for index in {list(node.kwargs[key])!r}))"  # type: ignore[arg-type]
+            for key, mark in (("dirty_idx", "mark_dirty"), ("non_differentiable_idx", "mark_non_differentiable"))
+            if node.kwargs.get(key)
+        ]
+        name = self.expressions.unique("Function")
+        body = [
+            f"class {name}(torch.autograd.Function):",
+            "    @staticmethod",
+            "    def forward(ctx, *args):",
+            f"        results, ctx.saved = {forward}({first}*args)",
+            "        outputs = results if isinstance(results, (tuple, list)) else (results,)",
+            *marks,
+            "        return results",
+            "",
+            "    @staticmethod",
+            "    def backward(ctx, *gradients):",
+            f"        results = {backward}({first}*gradients, *ctx.saved)",
+            "        results = results if isinstance(results, (tuple, list)) else (results,)",
+            f"        return (*results, *[None] * ({len(node.args) - 2} - len(results)))",
+        ]
+        self.functions.append("\n".join(body))
         return name
-
-    def _constant_expression(self, value: Any) -> Optional[str]:
-        if isinstance(value, DeviceMesh):
-            self.imports.add("torch.distributed.device_mesh")
-            return mesh_expression(value)
-        plain = type(value) is torch.Tensor and value.device.type == "cpu" and not value.requires_grad
-        if plain and value.numel() <= _SMALL_CONSTANT and value.layout == torch.strided:
-            with _torch_compat.outside_fake_mode():
-                return f"torch.tensor({_numbers(value.tolist())}, dtype={value.dtype})"
-        return None
-
-
-class _Scope:
-    """Names of the values of one function."""
-
-    def __init__(self, graph: fx.Graph, names: Mapping[fx.Node, str]) -> None:
-        self._names: dict[fx.Node, str] = {}
-        taken: set[str] = {"torch", "program"}
-        for node in graph.nodes:
-            wanted = identifier(names.get(node, node.name))
-            name, number = wanted, 0
-            while name in taken:
-                number += 1
-                name = f"{wanted}_{number}"
-            taken.add(name)
-            self._names[node] = name
-
-    def __getitem__(self, node: fx.Node) -> str:
-        return self._names[node]
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -324,37 +278,12 @@ def _source_line(node: fx.Node) -> Optional[str]:
     return f"{file}:{line} in {function.partition('#')[0]}: {code.strip()}"
 
 
-def _literal(value: Any) -> Optional[str]:
-    if value is None or value is Ellipsis or isinstance(value, (bool, str, bytes)):
-        return "..." if value is Ellipsis else repr(value)
-    if type(value) is int:
-        return repr(value)
-    if type(value) is float:
-        return repr(value) if math.isfinite(value) else f"float({str(value)!r})"
-    if type(value) is complex:
-        return repr(value) if math.isfinite(value.real) and math.isfinite(value.imag) else f"complex({str(value)!r})"
-    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
-        return str(value)
-    if isinstance(value, torch.device):
-        return f"torch.device({str(value)!r})"
-    if type(value) is range:
-        return repr(value)
-    return None
-
-
-def _numbers(value: Any) -> str:
-    """A nested list of numbers, infinite ones included."""
-    return f"[{', '.join(map(_numbers, value))}]" if isinstance(value, list) else str(_literal(value))
-
-
-def _placement(value: Any) -> str:
-    if value.is_shard():
-        return f"Shard({value.dim})"
-    return f"Partial({value.reduce_op!r})" if value.is_partial() else "Replicate()"
-
-
 def _parenthesised(text: str) -> str:
     return text if text.isidentifier() else f"({text})"
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdigit()
 
 
 def _attribute(gm: fx.GraphModule, target: str) -> Any:
@@ -362,37 +291,3 @@ def _attribute(gm: fx.GraphModule, target: str) -> Any:
     for part in target.split("."):
         value = getattr(value, part)
     return value
-
-
-def _candidate_paths(target: Any) -> Iterable[tuple[str, str]]:
-    name = getattr(target, "__qualname__", None) or getattr(target, "__name__", None)
-    if name is None:
-        return
-    module = getattr(target, "__module__", None)
-    short = name.split(".")[-1]
-    if module == "_operator":
-        module = "operator"
-    if module in ("builtins",) or (module is None and hasattr(__import__("builtins"), name)):
-        yield "builtins", name
-    if module:
-        yield module, name
-    for parent in ("torch", "torch._C._nn", "torch.nn.functional", "torch._C", "torch.Tensor", "torch._VF"):
-        yield parent, short
-
-
-def _resolves(module: str, name: str, target: Any) -> bool:
-    if "<" in name:
-        return False
-    try:
-        value: Any = importlib.import_module(module)
-    except ImportError:
-        head, _, tail = module.rpartition(".")
-        try:
-            value = getattr(importlib.import_module(head), tail) if head else None
-        except ImportError:
-            return False
-    for part in name.split("."):
-        value = getattr(value, part, None)
-        if value is None:
-            return False
-    return value is target or (not isinstance(target, type) and value == target)

@@ -44,12 +44,15 @@ class Pipeline:
         self.transforms = tuple(transforms)
         self.config = config
         self.modules = dict(modules)
+        self.prepare: Optional[Callable[[fx.GraphModule], None]] = None  # edits each graph before anything else
         self._agree = agree
         parts = [part.cache_key() for part in (*self.executors, *self.transforms)]
         self.cache_key = cache.pipeline_key([*parts, repr(config)])
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
         entered = time.perf_counter()
+        if self.prepare is not None:
+            self.prepare(gm)
         record = active_record() or Record("function")
         program = Program()
         record.programs.append(program)
@@ -88,6 +91,7 @@ class Pipeline:
             names = ", ".join(executor.name for executor in self.executors[:-1]) or "eager"
             program.fallbacks.append(Fallback(f"one graph of {record.name}", names, reason))
             warn(f"{record.name}: one graph could not be compiled and runs eagerly ({names}: {reason}).")
+        _torch_compat.eager_checkpoints(original)
         return original.forward
 
     def _compile(self, program: Program, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
@@ -104,10 +108,15 @@ class Pipeline:
             if key is not None and not program.from_cache:
                 cache.store(key, program)
 
+        placeholders = gm.graph.find_nodes(op="placeholder")
         differentiation = Differentiation(
-            program, [origins.get(node, Origin(node.name, "argument")) for node in gm.graph.find_nodes(op="placeholder")],
-            self.executors, self.transforms, self.config, store,
-        )  # fmt: skip
+            program,
+            [origins.get(node, Origin(node.name, "argument")) for node in placeholders],
+            self.executors,
+            self.transforms,
+            self.config,
+            store,
+        )
         spare = copy_program(gm) if key is not None and stored is None else None
         compiled = differentiation.compile(gm, example_inputs, self.cache_key if key else None, functions)
         if not program.executors:  # taken from the cache: none of our passes ran

@@ -2,8 +2,9 @@
 
 import linecache
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -12,8 +13,9 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_thunder_strategy.compiler import _torch_compat
-from lightning_thunder_strategy.compiler.emit import Emission, emit, identifier, mesh_expression, node_value, type_text
+from lightning_thunder_strategy.compiler import _torch_compat, saving
+from lightning_thunder_strategy.compiler.emit import Emission, Notes, emit, node_value, type_text
+from lightning_thunder_strategy.compiler.expressions import mesh_expression
 
 
 @dataclass(frozen=True)
@@ -22,15 +24,15 @@ class TraceInput:
 
     Attributes:
         name: Its name in the printed function.
-        kind: ``"parameter"``, ``"buffer"``, ``"argument"``, ``"saved"`` (from the forward), ``"gradient"`` (of an
-            output), ``"integer"`` or ``"object"``.
+        kind: ``"parameter"``, ``"buffer"``, ``"argument"``, ``"saved"`` (from the forward), ``"random state"`` (saved
+            too), ``"gradient"`` (of an output), ``"integer"`` or ``"object"``.
         origin: Its qualified name (parameters and buffers) or the expression that finds it, where known.
         type: Such as ``f32[4, 8]``.
         shape: Sizes; symbolic sizes appear with the value they had when compiled. ``None`` if it is not a tensor.
         stride: Strides, in elements.
         dtype: Such as ``torch.float32``.
         device: Such as ``cuda:0``.
-        requires_grad: Whether it had a gradient in the acquired program.
+        requires_grad: Whether it requires a gradient, in the acquired program.
         value: The value an integer had when compiled.
         layout: For a distributed tensor, the expression of its mesh and placements.
     """
@@ -48,7 +50,24 @@ class TraceInput:
     layout: Optional[str] = None
 
 
-@dataclass
+@dataclass(frozen=True)
+class TraceOutput:
+    """One output of a trace.
+
+    Attributes:
+        kind: ``"result"``, ``"saved"`` (for the backward), ``"gradient"`` or ``"edited"`` (the new value of an input);
+            ``""`` if it is not known.
+        origin: The input whose gradient or new value it is.
+    """
+
+    kind: str
+    origin: Optional[str] = None
+
+    def __str__(self) -> str:
+        return f"{'new value' if self.kind == 'edited' else self.kind} of {self.origin}" if self.origin else self.kind
+
+
+@dataclass(frozen=True)
 class Origin:
     """What is known of a program's input besides its type: see :class:`TraceInput`."""
 
@@ -69,6 +88,7 @@ class Trace:
         origins: What is known of its inputs, by node.
         provenance: What made it, such as ``after DeduplicateUnshard, 3.1 ms``.
         notes: A word for each statement, such as the executor that runs it.
+        outputs: What is known of its outputs.
     """
 
     def __init__(
@@ -78,12 +98,14 @@ class Trace:
         origins: Optional[Mapping[fx.Node, Origin]] = None,
         provenance: str = "",
         notes: Optional[Mapping[fx.Node, str]] = None,
+        outputs: Sequence[TraceOutput] = (),
     ) -> None:
         self.stage = stage
         self.provenance = provenance
         self.graph_module = graph_module
         self._origins = dict(origins or {})
         self._notes = dict(notes or {})
+        self._outputs = tuple(outputs)
         self._emission: Optional[Emission] = None
         self._inputs: Optional[tuple[TraceInput, ...]] = None
 
@@ -106,15 +128,24 @@ class Trace:
 
     def snapshot(self, provenance: str) -> "Trace":
         """A record of the live program as it is now."""
-        record = Trace(self.stage, provenance=provenance)
+        record = Trace(self.stage, provenance=provenance, outputs=self.outputs)
         record._emission = self._emit()
-        record._inputs = self._describe_inputs()
+        record._inputs = self._describe_inputs(record._emission)
         return record
 
     @property
     def inputs(self) -> tuple[TraceInput, ...]:
         """The program's inputs, in order."""
-        return self._inputs if self._inputs is not None else self._describe_inputs()
+        return self._inputs if self._inputs is not None else self._describe_inputs(self._emit())
+
+    @property
+    def outputs(self) -> tuple[TraceOutput, ...]:
+        """The program's outputs, in order; empty if nothing is known of them."""
+        if self.graph_module is None:
+            return self._outputs
+        returned = self.graph.output_node().args[0]
+        known = isinstance(returned, (tuple, list)) and len(returned) == len(self._outputs)
+        return self._outputs if known else ()
 
     def python(self) -> str:
         """The program as a self-contained Python module that defines ``program(*inputs)``."""
@@ -137,12 +168,14 @@ class Trace:
 
     def function(self) -> Callable:
         """The printed program, compiled as Python."""
-        source = self.python()
-        filename = f"<trace {self.stage} {id(self):x}>"
-        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-        namespace: dict[str, Any] = dict(self._emit().constants)
-        exec(compile(source, filename, "exec"), namespace)
-        return namespace["program"]
+        emission = self._emit()
+        filename = f"<trace {self.stage} {id(emission):x}>"
+        linecache.cache[filename] = (len(emission.source), None, emission.source.splitlines(True), filename)
+        namespace: dict[str, Any] = dict(emission.constants)
+        exec(compile(emission.source, filename, "exec"), namespace)
+        function = namespace["program"]
+        weakref.finalize(function, linecache.cache.pop, filename, None)
+        return function
 
     def save(self, path: Union[str, os.PathLike]) -> Path:
         """Write the program to ``path``; as a script, the file runs it on inputs of the recorded shapes.
@@ -153,22 +186,7 @@ class Trace:
         Raises:
             ValueError: If the program holds an object that cannot be written to a file.
         """
-        path = Path(path)
-        emission = self._emit()
-        unsaved = {name: value for name, value in emission.constants.items() if not isinstance(value, torch.Tensor)}
-        if unsaved:
-            names = ", ".join(f"{name} ({type(value).__name__})" for name, value in unsaved.items())
-            raise ValueError(
-                f"This trace holds objects that have no Python expression: {names}. Use Trace.run instead."
-            )
-        source = self.python()
-        if emission.constants:
-            beside = path.with_name(path.name + ".constants.pt")
-            torch.save({name: value.detach() for name, value in emission.constants.items()}, beside)
-            load = 'torch.load(__file__ + ".constants.pt", weights_only=True)'
-            source = source.replace("import torch\n", f"import torch\n\nglobals().update({load})\n", 1)
-        path.write_text(source + self._script())
-        return path
+        return saving.save(Path(path), self.python(), self.inputs, self._emit().constants)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data from which :meth:`from_dict` makes the trace again; constants are left out."""
@@ -179,12 +197,14 @@ class Trace:
             "source": emission.source,
             "constants": sorted(emission.constants),
             "inputs": [asdict(item) for item in self.inputs],
+            "outputs": [asdict(item) for item in self.outputs],
         }
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Trace":
         trace = cls(data["stage"], provenance=data["provenance"])
         trace._emission = Emission(data["source"])
+        trace._outputs = tuple(TraceOutput(**item) for item in data["outputs"])
         trace._inputs = tuple(
             TraceInput(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()})
             for item in data["inputs"]
@@ -197,62 +217,21 @@ class Trace:
         if self._emission is not None:
             return self._emission
         assert self.graph_module is not None
-        names = {node: origin.name for node, origin in self._origins.items()}
-        kinds = {node: f"{o.kind} {o.origin}" if o.origin else o.kind for node, o in self._origins.items()}
-        return emit(self.graph_module, names, self._notes, kinds)
+        notes = Notes(
+            names={node: origin.name for node, origin in self._origins.items()},
+            inputs={n: f"{o.kind} {o.origin}" if o.origin else o.kind for n, o in self._origins.items()},
+            operations=self._notes,
+            outputs=[str(output) for output in self.outputs],
+        )
+        return emit(self.graph_module, notes)
 
-    def _describe_inputs(self) -> tuple[TraceInput, ...]:
-        result, taken = [], {"torch", "program"}
-        for node in self.graph.find_nodes(op="placeholder"):
-            origin = self._origins.get(node, Origin(node.name, "argument"))
-            name = wanted = identifier(origin.name)
-            number = 0
-            while name in taken:
-                number += 1
-                name = f"{wanted}_{number}"
-            taken.add(name)
-            result.append(_describe(name, origin, node_value(node)))
-        return tuple(result)
-
-    def _script(self) -> str:
-        """What the saved file does when it is run as a script."""
-        values, distributed = [], False
-        for item in self.inputs:
-            if item.layout is not None:
-                distributed = True
-                full = f"torch.randn({item.shape}, dtype={item.dtype})"
-                values.append(f"torch.distributed.tensor.distribute_tensor({full}, {item.layout})")
-            elif item.shape is not None:
-                values.append(f"tensor({item.shape}, {item.stride}, {item.dtype}, {item.device!r})")
-            elif item.kind == "object" and item.origin:
-                distributed = True
-                values.append(item.origin)
-            else:
-                values.append(repr(item.value))
-        lines = ["", "", *_TENSOR_HELPER, "", 'if __name__ == "__main__":']
-        if distributed or "torch.ops._c10d_functional" in self.python():
-            device = next((item.device for item in self.inputs if item.device), "cpu")
-            backend = "gloo" if (device or "cpu").startswith("cpu") else "nccl"
-            lines += [
-                "    import torch.distributed.tensor  # this program has collectives: start it with torchrun",
-                f'    torch.distributed.init_process_group("{backend}")',
-            ]
-        lines += ["    torch.manual_seed(0)", "    inputs = ["]
-        lines += [f"        {value},  # {item.name}: {item.type}" for value, item in zip(values, self.inputs)]
-        lines += [
-            "    ]",
-            "    for output in torch.utils._pytree.tree_leaves(program(*inputs)):",
-            "        print(output)",
-        ]
-        return "\n".join(lines) + "\n"
-
-
-_TENSOR_HELPER = (
-    "def tensor(shape, stride, dtype, device):",
-    "    result = torch.empty_strided(shape, stride, dtype=dtype, device=device)",
-    "    return result.normal_() if dtype.is_floating_point or dtype.is_complex else result.zero_()",
-    "",
-)
+    def _describe_inputs(self, emission: Emission) -> tuple[TraceInput, ...]:
+        placeholders = self.graph.find_nodes(op="placeholder")
+        origins = [self._origins.get(node, Origin(node.name, "argument")) for node in placeholders]
+        return tuple(
+            _describe(name, origin, node_value(node), self.stage == "acquired")
+            for name, origin, node in zip(emission.inputs, origins, placeholders)
+        )
 
 
 def _hint(size: Any) -> int:
@@ -263,7 +242,7 @@ def _hint(size: Any) -> int:
     return int(hint) if hint is not None else 1
 
 
-def _describe(name: str, origin: Origin, value: Any) -> TraceInput:
+def _describe(name: str, origin: Origin, value: Any, differentiable: bool) -> TraceInput:
     if isinstance(value, torch.Tensor):
         layout = None
         if isinstance(value, DTensor):
@@ -278,7 +257,7 @@ def _describe(name: str, origin: Origin, value: Any) -> TraceInput:
             tuple(_hint(stride) for stride in value.stride()) if value.layout == torch.strided else None,
             str(value.dtype),
             str(value.device),
-            value.requires_grad,
+            differentiable and value.requires_grad,
             layout=layout,
         )
     if isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)):
@@ -287,13 +266,3 @@ def _describe(name: str, origin: Origin, value: Any) -> TraceInput:
     value = _torch_compat.real_object(value)
     expression = mesh_expression(value) if isinstance(value, DeviceMesh) else origin.origin
     return TraceInput(name, "object", expression, type(value).__name__)
-
-
-@dataclass
-class TraceLog:
-    """The records of one compiled program, in stage order."""
-
-    traces: list[Trace] = field(default_factory=list)
-
-    def add(self, trace: Trace, provenance: str) -> None:
-        self.traces.append(trace.snapshot(provenance))
