@@ -33,6 +33,9 @@ class Odd(Net):
         self.fourth.weight = self.second.weight
         self.factor = nn.Parameter(torch.tensor(0.7))
 
+    def reset_parameters(self) -> None:
+        self.factor.fill_(0.7)
+
     def forward(self, x: Tensor) -> Tensor:
         return self.fourth(torch.tanh(self.third(super().forward(x)))) * self.factor
 
@@ -91,13 +94,18 @@ def batch(step: int, rank: int, size: int = 4) -> Tensor:
     return torch.randn(size, 6, generator=generator, dtype=torch.float64).to(torch.get_default_dtype())
 
 
+def objective(model: nn.Module, x: Tensor) -> Tensor:
+    output = model(x)
+    return (output if output.dtype == torch.float64 else output.float()).square().mean()
+
+
 def train(
     runner: L.Fabric,
     make: Callable[[], nn.Module] = Net,
     steps: int = 3,
     apart: bool = False,
     clip: Any = None,
-    loss_of: Any = None,
+    loss_of: Any = objective,
 ) -> dict[str, Any]:
     """Losses, norms, gradients and weights of a short training; every rank has batches of its own."""
     module = seeded(make)
@@ -109,7 +117,7 @@ def train(
     result: dict[str, Any] = {"losses": [], "norms": [], "gradients": []}
     for step in range(steps):
         x = batch(step, runner.global_rank)
-        loss = loss_of(model, x) if loss_of is not None else model(x).float().square().mean()
+        loss = loss_of(model, x)
         runner.backward(loss)
         if clip is not None:
             norm = runner.clip_gradients(model, optimizer, **clip)
@@ -130,7 +138,7 @@ def train_alone(make: Callable[[], nn.Module] = Net, steps: int = 3, clip: Any =
     result: dict[str, Any] = {"norms": [], "gradients": []}
     for step in range(steps):
         x = torch.cat([batch(step, rank) for rank in range(world)])
-        module(x).float().square().mean().backward()
+        objective(module, x).backward()
         if clip is not None and "max_norm" in clip:
             result["norms"].append(torch.nn.utils.clip_grad_norm_(module.parameters(), **clip))
         elif clip is not None:
@@ -205,7 +213,7 @@ def check_a_model_compiled_by_torch_before_setup() -> None:
             model = runner.setup(torch.compile(module, backend="eager"))
             optimizer = runner.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.05))
             for step in range(3):
-                runner.backward(model(batch(step, runner.global_rank)).float().square().mean())
+                runner.backward(objective(model, batch(step, runner.global_rank)))
                 optimizer.step()
                 optimizer.zero_grad()
             torch.testing.assert_close(weights(module), expected["weights"], **EXACT)
@@ -250,7 +258,7 @@ class Lightning(L.LightningModule):
         self.net = Odd()
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.net(batch).float().square().mean()
+        loss = objective(self.net, batch)
         self.log("loss", loss)
         return loss
 
@@ -341,21 +349,16 @@ def check_marked_methods_and_errors() -> None:
         assert "forward" not in vars(module)
         steps = lts.explain(model).to_dict()["steps"]
         assert {name for name, step in steps.items() if step["graphs"]} == {"forward", "loss"}
-        assert type(module.first.weight) is (nn.Parameter if kind == "ddp" else DTensor) or isinstance(
-            module.first.weight, nn.Parameter
-        )
+        assert isinstance(module.first.weight, DTensor) == (kind != "ddp")
 
 
 def check_a_compiled_function_holds_model_loss_and_collectives() -> None:
-    def objective(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x).square().mean()
-
     with float64():
         expected = train_alone()
         for kind in KINDS:
             runner = fabric(kind, "64-true")
             compiled = runner.strategy.compile_function(objective)
-            assert_equal(train(runner, Net, loss_of=lambda model, x, f=compiled: f(model, x)), expected)
+            assert_equal(train(runner, Net, loss_of=compiled), expected)
             step = lts.explain(compiled).to_dict()["steps"][objective.__qualname__]
             assert (step["graphs"], step["graph_breaks"]) == (1, [])
             counts = {

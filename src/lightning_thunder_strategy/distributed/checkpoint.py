@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_thunder_strategy.distributed.schemes import place_like, whole
 
@@ -37,6 +37,11 @@ def full_state(state: Any, keep: bool) -> Any:
         return tensor.cpu() if keep else torch.empty_like(tensor, device="meta")
 
     return tree_map(convert, state)
+
+
+def has_distributed_tensors(state: Any) -> bool:
+    """Whether a state holds tensors of which this rank has only a part."""
+    return any(isinstance(value, DTensor) for value in tree_leaves(state))
 
 
 def place_state(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
@@ -93,6 +98,12 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], names: 
     groups = state["param_groups"]
     if any(isinstance(key, str) for group in groups for key in group["params"]):
         state = _with_numbers(optimizer, state, names)
+    optimizer.load_state_dict(placed_optimizer_state(optimizer, state))
+
+
+def placed_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """An optimizer's state with whole tensors cut to this rank's shard where the parameter is distributed. No
+    collectives."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     saved = [number for group in state["param_groups"] for number in group["params"]]
     by_number = dict(zip(saved, parameters))
@@ -100,7 +111,7 @@ def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], names: 
         number: {key: _place_entry(key, value, by_number.get(number)) for key, value in entries.items()}
         for number, entries in state["state"].items()
     }
-    optimizer.load_state_dict({**state, "state": placed})
+    return {**state, "state": placed}
 
 
 def _place_entry(key: str, value: Any, parameter: Optional[Tensor]) -> Any:
@@ -170,7 +181,8 @@ def load_sharded(
     """
     reader = dcp.FileSystemReader(folder)
     stored = reader.read_metadata()
-    by_name = {name: value for like in likes.values() for name, value in like.items()}
+    by_name = {f"{key}.{name}": value for key, like in likes.items() for name, value in like.items()}
+    by_name.update({name: value for like in likes.values() for name, value in like.items()})
     optimizers = set(optimizers)
     flat: dict[str, Any] = {}
     for key, description in stored.state_dict_metadata.items():

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, Optimizer
 
 from lightning_thunder_strategy.compiler.compile import make_pipeline
+from lightning_thunder_strategy.compiler.config import Mode
 from lightning_thunder_strategy.compiler.pipeline import Pipeline
 from lightning_thunder_strategy.compiler.report import Record, Report, warn
 from lightning_thunder_strategy.compiler.transform import Transform
@@ -22,7 +23,8 @@ from lightning_thunder_strategy.distributed.initialization import materialize
 from lightning_thunder_strategy.distributed.mesh import data_mesh
 from lightning_thunder_strategy.distributed.schemes import Replicated, Scheme, Sharded, local_bytes
 from lightning_thunder_strategy.strategies.options import StrategyOptions
-from lightning_thunder_strategy.transforms.deduplicate_unshard import DeduplicateUnshard, RefuseLostEdits
+from lightning_thunder_strategy.transforms.deduplicate_unshard import DeduplicateUnshard
+from lightning_thunder_strategy.transforms.refuse_lost_edits import RefuseLostEdits
 from lightning_thunder_strategy.transforms.unshard_policy import GatherAgain
 
 Parallelism = Literal["none", "ddp", "zero2", "zero3"]
@@ -128,9 +130,10 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------- compile
 
-    def pipeline(self, modules: Mapping[str, nn.Module], fullgraph: bool) -> Pipeline:
+    def pipeline(self, modules: Mapping[str, nn.Module], fullgraph: bool, mode: Optional[Mode] = None) -> Pipeline:
         """A pipeline for programs of ``modules`` (by prefix): our sharding passes first, then the user's transforms."""
-        config = dataclasses.replace(self.options.compile_config, fullgraph=fullgraph)
+        config = self.options.compile_config
+        config = dataclasses.replace(config, fullgraph=fullgraph, mode=mode or config.mode)
         transforms = (*self._sharding_passes(), *self.options.transforms)
         return make_pipeline(self.options.executors, transforms, config, modules, self.agreement)
 

@@ -36,8 +36,8 @@ class ThunderStrategy(CompiledModulesStrategy, SingleDeviceStrategy):
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
         compile: ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
-        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder of
-            ``torch.distributed.checkpoint``.
+        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
+            of ``torch.distributed.checkpoint``.
 
     Raises:
         ValueError: If an option has a value that is not allowed.
@@ -92,8 +92,8 @@ class ThunderDDPStrategy(_Distributed):
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
         compile: ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
-        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder of
-            ``torch.distributed.checkpoint``.
+        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
+            of ``torch.distributed.checkpoint``.
         process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
         timeout: How long ranks wait for each other.
         start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or
@@ -134,8 +134,8 @@ class ThunderFSDPStrategy(_Distributed):
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
         compile: ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
-        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder to
-            which each rank writes its part.
+        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
+            to which each rank writes its part.
         process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
         timeout: How long ranks wait for each other.
         start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or

@@ -3,7 +3,7 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any, Optional, Union
 
@@ -16,80 +16,42 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_thunder_strategy.compiler import _torch_compat
 from lightning_thunder_strategy.compiler.compile import CompiledFunction, compiled_view, inlined_views
 from lightning_thunder_strategy.compiler.config import CompileConfig
-from lightning_thunder_strategy.compiler.pipeline import Pipeline
-from lightning_thunder_strategy.compiler.report import Record, Report, recording
+from lightning_thunder_strategy.compiler.report import Record, Report
 from lightning_thunder_strategy.distributed import checkpoint as states
 from lightning_thunder_strategy.distributed import sharding
 from lightning_thunder_strategy.distributed.schemes import whole
-from lightning_thunder_strategy.steps.submodules import CompiledSubmodules
 from lightning_thunder_strategy.strategies import storage
+from lightning_thunder_strategy.strategies.compiled_calls import CompiledModule, gathering
 from lightning_thunder_strategy.strategies.engine import Engine
 
 _State = dict[str, Union[nn.Module, Optimizer, Any]]
 
 
-class CompiledModule:
-    """The compiled calls of one module: its forward, and each method that Fabric redirects through it.
-
-    Args:
-        module: The module.
-        engine: Compiles.
-    """
-
-    def __init__(self, module: nn.Module, engine: Engine) -> None:
-        self.module = module
-        self.records: dict[str, Record] = {}
-        self._engine = engine
-        self._pipeline: Optional[Pipeline] = None
-        self._calls: dict[str, Callable] = {}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        name = self._redirected_method()
-        if name not in self._calls:
-            self._calls[name] = self._make(name)
-        if self._engine.agreement is not None:
-            self._engine.agreement.begin(name)
-        with _gathering(self._engine), recording(self.records[name]):
-            return self._calls[name](*args, **kwargs)
-
-    def _redirected_method(self) -> str:
-        """The method that Fabric redirects through the forward, if it does. Its patch of ``forward`` is taken back."""
-        patched = self.module.__dict__.get("forward")
-        variables = getattr(getattr(patched, "__code__", None), "co_freevars", ())
-        if "method_name" not in variables or "original_forward" not in variables:
-            return "forward"
-        cells = dict(zip(variables, patched.__closure__))
-        original = cells["original_forward"].cell_contents
-        if getattr(original, "__func__", None) is type(self.module).forward:
-            del self.module.__dict__["forward"]
-        else:
-            self.module.__dict__["forward"] = original
-        return cells["method_name"].cell_contents
-
-    def _make(self, name: str) -> Callable:
-        module = self.module
-        config = self._engine.options.compile_config
-        record = self.records[name] = Record(name, config.mode)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            function = _torch_compat.plain_call(module) if name == "forward" else getattr(module, name)
-            return function(*args, **kwargs)
-
-        if config.mode == "off":
-            return call
-        if self._pipeline is None:
-            self._pipeline = self._engine.pipeline({"": module}, config.fullgraph)
-        if config.mode == "submodules":
-            compiled = CompiledSubmodules(module, self._pipeline, record, forward=False)
-            return lambda *args, **kwargs: compiled(lambda: call(*args, **kwargs))
-        return CompiledFunction(call, self._pipeline, record)
+def _filtered(state: _State, filter: Optional[dict[str, Callable[[str, Any], bool]]]) -> dict[str, Any]:
+    """What the user's filters leave of a state."""
+    kept: dict[str, Any] = {}
+    for key, item in state.items():
+        _apply_filter(key, filter or {}, item, kept)
+    return kept
 
 
-def _gathering(engine: Engine) -> AbstractContextManager:
-    return nullcontext() if engine.scheme is None else sharding.gathering()
+def _placed_state(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """A state that is loaded into an optimizer of sharded parameters, cut to this rank's shards."""
+    return states.placed_optimizer_state(optimizer, state)
+
+
+def _names(optimizer: Optimizer, state: _State) -> dict[nn.Parameter, str]:
+    """The names of an optimizer's parameters; with the module's key in ``state`` before those that it has twice."""
+    owners: dict[nn.Parameter, tuple[str, str]] = {}
+    for key, item in state.items():
+        if isinstance(item, nn.Module):
+            for name, parameter in item.named_parameters():
+                owners.setdefault(parameter, (key, name))
+    held = [owners[p] for group in optimizer.param_groups for p in group["params"] if p in owners]
+    counts = Counter(name for _, name in held)
+    return {p: name if counts[name] == 1 else f"{key}.{name}" for p, (key, name) in owners.items()}
 
 
 class CompiledModulesStrategy(Strategy):
@@ -131,6 +93,8 @@ class CompiledModulesStrategy(Strategy):
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self._engine.check_optimizer(optimizer)
+        if self._engine.sharded:
+            optimizer.register_load_state_dict_pre_hook(_placed_state)  # whole states load as they do elsewhere
         return optimizer
 
     @override
@@ -158,7 +122,7 @@ class CompiledModulesStrategy(Strategy):
         def around(call: Callable[[], Any]) -> Any:
             if engine.agreement is not None:
                 engine.agreement.begin(name)
-            with _gathering(engine), inlined_views():
+            with gathering(engine), inlined_views():
                 return call()
 
         compiled_function.around = around
@@ -192,7 +156,7 @@ class CompiledModulesStrategy(Strategy):
 
     @override
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        return self._full(module.state_dict())
+        return states.full_state(module.state_dict(), keep=True)
 
     @override
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
@@ -200,10 +164,8 @@ class CompiledModulesStrategy(Strategy):
 
     @override
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self._full(optimizer.state_dict())
-
-    def _full(self, state: Any) -> Any:
-        return states.full_state(state, keep=self.is_global_zero)
+        """The optimizer's whole state, on every rank (collectives)."""
+        return states.full_state(optimizer.state_dict(), keep=True)
 
     @override
     def save_checkpoint(
@@ -216,25 +178,34 @@ class CompiledModulesStrategy(Strategy):
         path = self.broadcast(path)
         own = type(self.checkpoint_io) is TorchCheckpointIO and storage.is_local(path)
         if self._engine.options.state_dict_type == "full":
-            converted = self._convert_stateful_objects_in_state(state, filter=filter or {})
+            converted = self._full_checkpoint(state)
+
+            def write(file: Path) -> None:
+                self.checkpoint_io.save_checkpoint(_filtered(converted, filter), file)
+
             if own and storage_options is None:
-                storage.write_file(self, Path(path), lambda file: self.checkpoint_io.save_checkpoint(converted, file))
+                storage.write_file(self, Path(path), write)
             elif self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(converted, path, storage_options=storage_options)
+                self.checkpoint_io.save_checkpoint(_filtered(converted, filter), path, storage_options=storage_options)
             return
         if storage_options is not None or not storage.is_local(path):
-            raise ValueError(f"state_dict_type='sharded' writes to a local folder, not to {path!r}.")
-        names = states.parameter_names(*[item for item in state.values() if isinstance(item, nn.Module)])
+            where = f"{path!r} with storage_options={storage_options!r}"
+            raise ValueError(f"state_dict_type='sharded' writes to a local folder, not to {where}.")
         sharded: dict[str, Any] = {}
         metadata: dict[str, Any] = {}
         for key, item in state.items():
-            if isinstance(item, nn.Module):
-                _apply_filter(key, filter or {}, item.state_dict(), sharded)
-            elif isinstance(item, Optimizer):
-                _apply_filter(key, filter or {}, states.named_optimizer_state(item, names), sharded)
-            else:
-                _apply_filter(key, filter or {}, item.state_dict() if isinstance(item, _Stateful) else item, metadata)
+            if isinstance(item, Optimizer):
+                item = states.named_optimizer_state(item, _names(item, state))
+            elif isinstance(item, _Stateful):
+                item = item.state_dict()
+            in_shards = isinstance(state[key], (nn.Module, Optimizer)) or states.has_distributed_tensors(item)
+            _apply_filter(key, filter or {}, item, sharded if in_shards else metadata)
         storage.write_folder(self, Path(path), sharded, metadata)
+
+    def _full_checkpoint(self, state: _State) -> dict[str, Any]:
+        """Everything that is saved; rank zero gets whole values. Every rank calls it (collectives)."""
+        plain = {key: item.state_dict() if isinstance(item, _Stateful) else item for key, item in state.items()}
+        return {key: states.full_state(item, keep=self.is_global_zero) for key, item in plain.items()}
 
     @override
     def load_checkpoint(
@@ -249,24 +220,23 @@ class CompiledModulesStrategy(Strategy):
         if not state:
             return checkpoint
         if isinstance(state, (nn.Module, Optimizer)):
-            self._load_into(state, checkpoint, strict, {})
+            self._load_into(state, checkpoint, strict)
             return {}
         _validate_keys_for_strict_loading(state.keys(), checkpoint.keys(), strict=strict)
-        names = states.parameter_names(*[item for item in state.values() if isinstance(item, nn.Module)])
         for key, item in state.copy().items():
             if key not in checkpoint:
                 continue
             if isinstance(item, _Stateful):
-                self._load_into(item, checkpoint.pop(key), strict, names)
+                self._load_into(item, checkpoint.pop(key), strict, state)
             else:
                 state[key] = checkpoint.pop(key)
         return checkpoint
 
-    def _load_into(self, item: Any, saved: Any, strict: bool, names: dict[nn.Parameter, str]) -> None:
+    def _load_into(self, item: Any, saved: Any, strict: bool, state: Optional[_State] = None) -> None:
         if isinstance(item, nn.Module):
             self.load_module_state_dict(item, saved, strict)
         elif isinstance(item, Optimizer):
-            states.load_optimizer_state(item, saved, names)
+            states.load_optimizer_state(item, saved, _names(item, state or {}))
         else:
             item.load_state_dict(saved)
 

@@ -1,0 +1,101 @@
+"""The compiled calls of a module that Fabric has set up."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Optional
+
+from lightning.fabric.wrappers import _LIGHTNING_MODULE_STEP_METHODS as STEP_METHODS
+from lightning.pytorch import LightningModule
+from torch import nn
+
+from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler.compile import CompiledFunction
+from lightning_thunder_strategy.compiler.pipeline import Pipeline
+from lightning_thunder_strategy.compiler.report import Record, recording
+from lightning_thunder_strategy.distributed import sharding
+from lightning_thunder_strategy.steps.notes import copy_changed_notes
+from lightning_thunder_strategy.steps.opaque import OpaqueMachinery
+from lightning_thunder_strategy.steps.recorder import StepRecorder
+from lightning_thunder_strategy.steps.step import CompiledStep, StepPipelines
+from lightning_thunder_strategy.steps.submodules import CompiledSubmodules
+from lightning_thunder_strategy.strategies.engine import Engine
+
+
+class CompiledModule:
+    """The compiled calls of one module: its forward, and each method that Fabric redirects through it.
+
+    Args:
+        module: The module.
+        engine: Compiles.
+    """
+
+    def __init__(self, module: nn.Module, engine: Engine) -> None:
+        self.module = module
+        self.records: dict[str, Record] = {}
+        self._engine = engine
+        self._pipeline: Optional[Pipeline] = None
+        self._calls: dict[str, Callable] = {}
+        self._shared: Optional[tuple[StepRecorder, OpaqueMachinery]] = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = self._redirected_method()
+        if name not in self._calls:
+            self._calls[name] = self._make(name)
+        if self._engine.agreement is not None:
+            self._engine.agreement.begin(name)
+        with gathering(self._engine), recording(self.records[name]):
+            return self._calls[name](*args, **kwargs)
+
+    def _redirected_method(self) -> str:
+        """The method that Fabric redirects through the forward, if it does. Its patch of ``forward`` is taken back."""
+        patched = self.module.__dict__.get("forward")
+        variables = getattr(getattr(patched, "__code__", None), "co_freevars", ())
+        if "method_name" not in variables or "original_forward" not in variables:
+            return "forward"
+        cells = dict(zip(variables, patched.__closure__))
+        original = cells["original_forward"].cell_contents
+        if getattr(original, "__func__", None) is type(self.module).forward:
+            del self.module.__dict__["forward"]
+        else:
+            self.module.__dict__["forward"] = original
+        return cells["method_name"].cell_contents
+
+    def _make(self, name: str) -> Callable:
+        module = self.module
+        config = self._engine.options.compile_config
+        if isinstance(module, LightningModule) and name in STEP_METHODS and config.mode == "forward":
+            return self._make_step(module, name)
+        record = self.records[name] = Record(name, config.mode)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            function = _torch_compat.plain_call(module) if name == "forward" else getattr(module, name)
+            return function(*args, **kwargs)
+
+        if config.mode == "off":
+            return call
+        if self._pipeline is None:
+            self._pipeline = self._engine.pipeline({"": module}, config.fullgraph)
+        if config.mode == "submodules":
+            compiled = CompiledSubmodules(module, self._pipeline, record, forward=False)
+            return lambda *args, **kwargs: compiled(lambda: call(*args, **kwargs))
+        return CompiledFunction(call, self._pipeline, record)
+
+    def _make_step(self, module: LightningModule, name: str) -> Callable:
+        """A LightningModule's step with its logging, as the Trainer would run it."""
+        if self._shared is None:
+            self._shared = (StepRecorder(module), OpaqueMachinery(module))
+        fullgraph = self._engine.options.compile_config.fullgraph
+        whole, parts = (self._engine.pipeline({"": module}, only, "step") for only in (True, fullgraph))
+        whole.prepare = copy_changed_notes
+        step = CompiledStep(module, name, StepPipelines(whole, parts), *self._shared, self._engine.agreement)
+        self.records[name] = step.record
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return step(args, kwargs, module._fabric_optimizers, [], nullcontext)
+
+        return call
+
+
+def gathering(engine: Engine) -> AbstractContextManager:
+    """Inside, parameter attributes yield the tensors to compute with."""
+    return nullcontext() if engine.scheme is None else sharding.gathering()

@@ -1,0 +1,44 @@
+"""Fabric on two ranks."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.checks import Group
+from tests.distributed.fabric_scenarios import Odd, batch, objective
+from tests.distributed.ranks import run_ranks
+from tests.strategies.fabric_helpers import seeded
+
+GROUP = Group("fabric_scenarios", "fabric_checkpoints", timeout=400)
+
+
+@pytest.mark.timeout(450)
+@GROUP.parametrize()
+def test_fabric(check: str, request: pytest.FixtureRequest) -> None:
+    GROUP.assert_passed(check, request)
+
+
+def test_a_checkpoint_moves_between_two_ranks_and_one(tmp_path: Path) -> None:
+    alone = train_alone_on_the_same_data(6)
+    source, results = None, []
+    for number, world_size in enumerate((2, 1, 2)):
+        target = tmp_path / str(number)
+        target.mkdir()
+        env = {"FABRIC_TO": str(target), **({"FABRIC_FROM": str(source)} if source else {})}
+        scenario = "fabric_checkpoints:resume_and_save"
+        results.append(run_ranks(scenario, world_size=world_size, env=env)[scenario][0])
+        source = target
+    for name in ("full", "sharded"):
+        assert [result[name]["step"] for result in results] == [2, 4, 6]
+        torch.testing.assert_close(results[-1][name]["weights"], alone, rtol=1e-5, atol=1e-6)
+
+
+def train_alone_on_the_same_data(steps: int) -> dict:
+    module = seeded(Odd)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.05)
+    for number in range(steps):
+        objective(module, batch(number, 0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(module.state_dict())
