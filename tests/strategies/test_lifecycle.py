@@ -200,8 +200,8 @@ def test_a_second_fit_and_a_second_trainer_continue_as_eager() -> None:
 def test_a_strategy_instance_shared_by_two_trainers_and_modules_works_for_both() -> None:
     strategy = thunder()
     first = fit(Classifier, strategy, max_epochs=1)
-    second = fit(lambda: Classifier(width=4), strategy, max_epochs=1)
-    again = fit(lambda: first.module, strategy, max_epochs=1)
+    second = fit(lambda: Classifier(width=4), strategy, max_epochs=1, accelerator="auto")
+    again = fit(lambda: first.module, strategy, max_epochs=1, accelerator="auto")
     eager = fit(Classifier, "auto", max_epochs=1)
     assert_same_state_after_two_fits(first, eager)
     assert second.step()["graphs"] == 1 and again.step()["graphs"] == 1

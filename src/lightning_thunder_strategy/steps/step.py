@@ -15,6 +15,7 @@ from lightning_thunder_strategy.compiler.events import hide_frames, limit_text
 from lightning_thunder_strategy.compiler.pipeline import Pipeline
 from lightning_thunder_strategy.compiler.report import Record, recording, warn
 from lightning_thunder_strategy.distributed.agreement import AgreedFallback, Agreement
+from lightning_thunder_strategy.distributed.sharding import watching_data
 from lightning_thunder_strategy.steps.opaque import OpaqueMachinery
 from lightning_thunder_strategy.steps.recorder import StepRecorder
 from lightning_thunder_strategy.steps.submodules import CompiledSubmodules
@@ -86,8 +87,14 @@ class CompiledStep:
         self._announced: Optional[Unit] = None  # the smaller unit that was warned of
         self.unit: Unit = _FIRST_UNIT[pipelines.whole.config.mode]
         self.record = Record(name, _MODE[self.unit])
+        self._automatic_optimization = module.automatic_optimization
         if name == "training_step" and not module.automatic_optimization and self.unit == "whole":
             self._begin_manual_optimization()
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the module has changed so that another unit may fit."""
+        return self._automatic_optimization != self._module.automatic_optimization
 
     def __call__(
         self,
@@ -168,7 +175,8 @@ class CompiledStep:
         method = getattr(self._module, self._name)
         with recording(self.record), environment():
             if self.unit == "eager":
-                return method(*args, **kwargs)
+                with watching_data():
+                    return method(*args, **kwargs)
             compiled = self._compiled_submodules()
             output = compiled(lambda: method(*args, **kwargs))
         if self._submodules_called:

@@ -42,6 +42,7 @@ class CompiledStepsStrategy(Strategy):
         self._steps: dict[str, CompiledStep] = {}
         self._records: dict[str, Record] = {}
         self._shared: Optional[tuple[StepRecorder, OpaqueMachinery]] = None
+        self._connected: Optional[pl.LightningModule] = None  # what steps and records belong to
         self._example_batch: Any = None
 
     @property
@@ -58,7 +59,8 @@ class CompiledStepsStrategy(Strategy):
                 f"{type(model).__name__} is already compiled with torch.compile, and {type(self).__name__} compiles it "
                 "itself: pass the plain module (`trainer.fit(model)` instead of `trainer.fit(torch.compile(model))`)."
             )
-        if model is not self.lightning_module:
+        if model is not self._connected:
+            self._connected = model
             self._records = {}
             self._drop_steps()
         super().connect(model)
@@ -82,6 +84,8 @@ class CompiledStepsStrategy(Strategy):
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
         self._stage = _STAGES[trainer.state.fn]
+        if any(step.outdated for step in self._steps.values()):
+            self._drop_steps()
         self._compile_early(fitting)
 
     @override
@@ -109,12 +113,13 @@ class CompiledStepsStrategy(Strategy):
     @override
     def teardown(self) -> None:
         module = self.lightning_module
-        self._drop_steps()
         if module is not None:
             if self._engine.options.report and self.is_global_zero and "training_step" in self._records:
                 from rich.console import Console
 
                 Console().print(self.report())
+            if self._engine.scheme is not None:
+                self._drop_steps()  # programs hold the parameters as they were spread
             replaced = self._engine.release_module(module)
             for optimizer in self.optimizers:
                 states.exchange_parameters(optimizer, replaced)
