@@ -14,7 +14,7 @@ from lightning_thunder_strategy.compiler.differentiate import Differentiation
 from lightning_thunder_strategy.compiler.dispatch import claim_operators, copy_program
 from lightning_thunder_strategy.compiler.report import Fallback, Program, Record, active_record, warn
 from lightning_thunder_strategy.compiler.trace import Origin, Trace
-from lightning_thunder_strategy.compiler.transform import Transform
+from lightning_thunder_strategy.compiler.transform import ProgramRefusedError, Transform
 from lightning_thunder_strategy.executors.base import Executor
 
 Agreement = Callable[[Record, Program, Optional[BaseException]], bool]
@@ -64,6 +64,8 @@ class Pipeline:
             compiled = self._compile(program, gm, example_inputs)
         except _torch_compat.control_flow_errors():
             record.programs.remove(program)  # Dynamo reads the function again
+            raise
+        except ProgramRefusedError:
             raise
         except Exception as error:
             if self.config.on_error == "raise" and self._agree is None:

@@ -10,6 +10,10 @@ from torch import nn
 from lightning_thunder_strategy.compiler.trace import Trace
 
 
+class ProgramRefusedError(RuntimeError):
+    """What a pass raises for a program that must not run at all, compiled or not. Never a reason to fall back."""
+
+
 class Transform:
     """A pass with one job. Override the hooks it needs and edit the trace's ``graph_module`` in place.
 

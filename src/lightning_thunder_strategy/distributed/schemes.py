@@ -1,7 +1,7 @@
 """Where parameters are at rest, and what a step sees of them."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ class Scheme:
     """
 
     mesh: DeviceMesh
+    copies: ClassVar[bool] = False  # whether what a step sees is a copy, whose edits would be lost
 
     def place(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter at rest: what optimizers, callbacks and checkpoints see. May communicate."""
@@ -55,6 +56,8 @@ class Replicated(Scheme):
 class Sharded(Scheme):
     """Every rank holds a part of the rows (dimension 0) of each parameter; a step gathers the whole parameter where it
     is used and reduce-scatters its gradient (ZeRO-2 and ZeRO-3, see https://arxiv.org/abs/1910.02054)."""
+
+    copies: ClassVar[bool] = True
 
     def place(self, parameter: nn.Parameter) -> nn.Parameter:
         if isinstance(parameter, DTensor):

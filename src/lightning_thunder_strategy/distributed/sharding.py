@@ -6,7 +6,7 @@ properties. Nothing else of the module changes: parameters, buffers, hooks and s
 
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Optional
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.distributed import edits
+from lightning_thunder_strategy.distributed.edits import EditWatch
 from lightning_thunder_strategy.distributed.schemes import Scheme, place_like, whole
 
 
@@ -22,6 +24,7 @@ class _Switch:
 
     on: bool = False  # attributes yield gathered tensors
     listed: bool = True  # and so does ``parameters()``
+    watch: Optional[EditWatch] = None  # notices edits by code that runs uncompiled
 
 
 _GATHERING = _Switch()
@@ -34,13 +37,23 @@ def gathering(listed: bool = True) -> Iterator[None]:
     Args:
         listed: Whether ``parameters()`` yields them too (for weight penalties), or the stored parameters (for code that
             clips gradients or steps optimizers).
+
+    Raises:
+        LostEditError: At the end, if code that ran uncompiled has edited a gathered tensor in place.
     """
-    before = _GATHERING.on, _GATHERING.listed
-    _GATHERING.on, _GATHERING.listed = True, listed
+    before = _GATHERING.on, _GATHERING.listed, _GATHERING.watch
+    watch = EditWatch()
+    _GATHERING.on, _GATHERING.listed, _GATHERING.watch = True, listed, watch
     try:
         yield
+        watch.check()
     finally:
-        _GATHERING.on, _GATHERING.listed = before
+        _GATHERING.on, _GATHERING.listed, _GATHERING.watch = before
+
+
+def watching_data() -> AbstractContextManager:
+    """While open inside :func:`gathering`, edits of ``parameter.data`` are noticed too. Dynamo must not read the code."""
+    return edits.watching_data(_GATHERING.watch)
 
 
 class ParameterReplacedError(RuntimeError):
@@ -60,7 +73,7 @@ def parallelize(root: nn.Module, scheme: Scheme) -> dict[nn.Parameter, nn.Parame
         ValueError: If an attribute besides the parameters themselves refers to a parameter that must be replaced.
     """
     modules = list(root.named_modules())
-    _refuse_unsupported(modules)
+    _refuse_unsupported(modules, scheme)
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for _, module in modules:
         for name, parameter in module._parameters.items():
@@ -154,11 +167,8 @@ def _parallel_class(original: type, names: tuple[str, ...], scheme: Scheme) -> t
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _GATHERING.on:
             return original.__call__(self, *args, **kwargs)
-        _GATHERING.on = True
-        try:
+        with gathering():
             return original.__call__(self, *args, **kwargs)
-        finally:
-            _GATHERING.on = False
 
     def named_parameters(
         self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -178,7 +188,7 @@ def _parallel_class(original: type, names: tuple[str, ...], scheme: Scheme) -> t
     def get_parameter(self: nn.Module, target: str) -> Tensor:
         path, _, name = target.rpartition(".")
         owner = self.get_submodule(path)
-        if name not in owner._parameters:
+        if owner._parameters.get(name) is None:
             raise AttributeError(f"{type(owner).__name__} has no parameter `{name}`")
         return getattr(owner, name)
 
@@ -222,7 +232,9 @@ def _getter(name: str, scheme: Scheme) -> Callable[[nn.Module], Any]:
                 "module, so it is not spread over the ranks. Replace parameters before `fit` or in `configure_model`, "
                 "or change its values in place."
             )
-        return scheme.gather(parameter)
+        if torch.compiler.is_compiling() or _GATHERING.watch is None or not scheme.copies:
+            return scheme.gather(parameter)
+        return edits.gather_watched(scheme.gather, parameter, _GATHERING.watch, f"`{name}` of {type(self).__name__}")
 
     return get
 
@@ -240,12 +252,18 @@ def _rebuild(original: type, names: tuple[str, ...], scheme: Scheme) -> nn.Modul
 # ------------------------------------------------------------------------------------------------------- refusals
 
 
-def _refuse_unsupported(modules: list[tuple[str, nn.Module]]) -> None:
+def _refuse_unsupported(modules: list[tuple[str, nn.Module]], scheme: Scheme) -> None:
     for name, module in modules:
         if isinstance(module, torch.jit.ScriptModule):
             raise TypeError(
                 f"The module `{name}` ({type(module).__name__}) is TorchScript, whose parameters cannot be spread over "
                 "ranks: pass the module it was scripted from."
+            )
+        if scheme.copies and getattr(module, "max_norm", None) is not None and hasattr(module, "weight"):
+            raise TypeError(
+                f"The module `{name}` ({type(module).__name__}) has max_norm={module.max_norm!r}, with which its forward "
+                "edits its weight, and the edit would be lost with the gathered copy: leave max_norm out and "
+                "renormalize the weight in `on_train_batch_end`, or use ThunderDDPStrategy."
             )
         for parameter_name, parameter in module._parameters.items():
             if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -263,11 +281,25 @@ def _refuse_stale_references(modules: list[tuple[str, nn.Module]], replaced: dic
         for name, value in vars(module).items():
             if name in ("_parameters", "_buffers", "_modules", "_flat_weights"):
                 continue
-            held = list(value.values()) if isinstance(value, dict) else value
-            held = held if isinstance(held, (list, tuple, set)) else [held]
-            if any(isinstance(item, nn.Parameter) and item in replaced for item in held):
+            if any(item in replaced for item in _held_parameters(value)):
                 raise ValueError(
                     f"The attribute `{name}` of `{module_name or type(module).__name__}` holds a parameter that the "
                     "strategy replaces by its shard. Look the parameter up by its own attribute instead of keeping a "
                     "second reference, or make the attribute an nn.ParameterList."
                 )
+
+
+def _held_parameters(value: Any, seen: Optional[set[int]] = None) -> Iterator[nn.Parameter]:
+    """Parameters in a value, in containers and in an optimizer."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    if isinstance(value, nn.Parameter):
+        yield value
+        return
+    if isinstance(value, torch.optim.Optimizer):
+        value = value.param_groups
+    if isinstance(value, (dict, list, tuple, set, frozenset)):
+        seen.add(id(value))
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _held_parameters(item, seen)

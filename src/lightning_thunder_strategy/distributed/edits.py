@@ -1,0 +1,79 @@
+"""Notices edits of gathered parameters in code that runs uncompiled: they would be lost with the gathered copy."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_thunder_strategy.transforms.refuse_lost_edits import LostEditError
+
+
+class EditWatch:
+    """Remembers gathered tensors by their version counters, without keeping their memory."""
+
+    def __init__(self) -> None:
+        self._counters: list[tuple[Tensor, int, str]] = []
+
+    def add(self, gathered: Tensor, name: str) -> None:
+        """From now on, an edit of ``gathered`` or a view of it is an error of :meth:`check`."""
+        counter = gathered.detach()
+        counter.data = counter.new_empty(0)  # shares the version counter, not the memory
+        self._counters.append((counter, counter._version, name))
+
+    def check(self) -> None:
+        """Raise if a tensor was edited since it was added.
+
+        Raises:
+            LostEditError: Naming the parameter.
+        """
+        for counter, version, name in self._counters:
+            if counter._version != version:
+                raise LostEditError(name)
+        self._counters.clear()
+
+
+class _WatchData(TorchFunctionMode):
+    """``parameter.data`` counts versions of its own: watch it too."""
+
+    def __init__(self, watch: EditWatch) -> None:
+        super().__init__()
+        self._watch = watch
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Optional[dict] = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func == _GET_DATA:
+            name = getattr(args[0], _GATHERED, None) or getattr(args[0]._base, _GATHERED, None)
+            if name is not None:
+                self._watch.add(result, name)
+        return result
+
+
+_GET_DATA = Tensor.data.__get__
+_GATHERED = "_lts_gathered"  # attribute of a gathered tensor: the name of the parameter
+
+
+@contextmanager
+def watching_data(watch: Optional[EditWatch]) -> Iterator[None]:
+    """While open, edits of ``parameter.data`` are noticed as well. Not for code that Dynamo reads."""
+    if watch is None:
+        yield
+        return
+    with _WatchData(watch):
+        yield
+
+
+def gather_watched(gather: Callable[[Tensor], Tensor], parameter: Tensor, watch: EditWatch, name: str) -> Tensor:
+    """Gather a parameter in code that runs uncompiled, and watch the result."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode do not count versions
+            gathered = gather(parameter)
+    else:
+        gathered = gather(parameter)
+    for tensor in (gathered, gathered._base):  # a view has the base of what it views
+        if tensor is not None:
+            setattr(tensor, _GATHERED, name)
+    watch.add(gathered, name)
+    return gathered
