@@ -1,0 +1,230 @@
+"""LightningCLI: every option of our strategies from YAML and from the command line."""
+
+import re
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from datetime import timedelta
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import jsonargparse
+import lightning as L
+import pytest
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+from packaging.version import Version
+
+import lightning_thunder_strategy as lts
+from lightning_thunder_strategy.executors.eager import EagerExecutor
+
+PACKAGE = "lightning_thunder_strategy"
+
+
+@dataclass(frozen=True)
+class Renames(lts.Transform):
+    """A user's pass with options."""
+
+    prefix: str = "x"
+    count: int = 1
+
+
+@pytest.fixture(autouse=True)
+def no_arguments_of_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["main.py"])
+
+
+def cli(*args: str, **options: Any) -> LightningCLI:
+    """Parse ``args`` and make model and Trainer, without running anything."""
+    return LightningCLI(
+        BoringModel,
+        run=False,
+        args=["--trainer.accelerator=cpu", "--trainer.devices=1", "--trainer.logger=false", *args],
+        save_config_callback=None,
+        seed_everything_default=False,
+        **options,
+    )
+
+
+def written(tmp_path: Path, strategy: Any) -> str:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"trainer": {"strategy": strategy}}))
+    return str(path)
+
+
+def printed(*args: str) -> str:
+    """What ``--print_config`` prints."""
+    output = StringIO()
+    with redirect_stdout(output), pytest.raises(SystemExit) as ended:
+        cli(*args, "--print_config")
+    assert ended.value.code == 0
+    return output.getvalue()
+
+
+def error_of(capsys: pytest.CaptureFixture, *args: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        cli(*args)
+    assert ended.value.code == 2
+    return capsys.readouterr().err
+
+
+def as_allowed(*words: str) -> tuple[str, ...]:
+    """What is allowed; jsonargparse 4.41 does not list it for a bad word, 4.53 does."""
+    return words if Version(jsonargparse.__version__) >= Version("4.53") else ()
+
+
+EVERY_OPTION = {
+    "sharding": "zero2",
+    "executors": ["inductor", "eager"],
+    "transforms": [{"class_path": "tests.cli.test_cli.Renames", "init_args": {"prefix": "y", "count": 3}}],
+    "compile": {
+        "mode": "forward", "fullgraph": True, "dynamic": True, "cudagraphs": False, "on_error": "raise",
+        "eager_random": True,
+    },
+    "unshard_on_teardown": False,
+    "state_dict_type": "sharded",
+    "report": True,
+    "broadcast_buffers": False,
+    "process_group_backend": "gloo",
+    "timeout": "0:07:30",
+    "start_method": "spawn",
+}  # fmt: skip
+
+
+def assert_every_option(strategy: Any) -> None:
+    assert type(strategy) is lts.ThunderFSDPStrategy
+    options = strategy._engine.options
+    assert strategy._engine.parallelism == "zero2"
+    assert options.executors == ["inductor", "eager"]
+    assert options.transforms == (Renames("y", 3),)
+    assert strategy.compile_config == lts.CompileConfig(
+        mode="forward", fullgraph=True, dynamic=True, cudagraphs=False, on_error="raise", eager_random=True
+    )
+    assert (options.unshard_on_teardown, options.state_dict_type, options.report) == (False, "sharded", True)
+    assert strategy._broadcast_buffers is False
+    assert strategy.process_group_backend == "gloo"
+    assert strategy._timeout == timedelta(minutes=7, seconds=30)
+    assert strategy._start_method == "spawn"
+
+
+def test_every_option_round_trips_through_print_config(tmp_path: Path) -> None:
+    config = written(tmp_path, {"class_path": f"{PACKAGE}.ThunderFSDPStrategy", "init_args": EVERY_OPTION})
+    assert_every_option(cli("--config", config).trainer.strategy)
+    text = printed("--config", config)
+    assert yaml.safe_load(text)["trainer"]["strategy"]["init_args"] == EVERY_OPTION
+    again = tmp_path / "again.yaml"
+    again.write_text(text)
+    assert printed("--config", str(again)) == text
+    assert_every_option(cli("--config", str(again)).trainer.strategy)
+
+
+@pytest.mark.parametrize("name", ["ThunderStrategy", "ThunderDDPStrategy", "ThunderFSDPStrategy"])
+def test_defaults_round_trip(tmp_path: Path, name: str) -> None:
+    text = printed("--config", written(tmp_path, {"class_path": f"{PACKAGE}.{name}"}))
+    again = tmp_path / "again.yaml"
+    again.write_text(text)
+    strategy = cli("--config", str(again)).trainer.strategy
+    default = getattr(lts, name)()
+    assert strategy._engine.options == default._engine.options
+    assert strategy._engine.parallelism == default._engine.parallelism
+    init_args = yaml.safe_load(text)["trainer"]["strategy"]["init_args"]
+    assert init_args["executors"] == "auto"
+    assert init_args["compile"] == "step"
+
+
+def test_every_option_of_the_constructor_is_printed(tmp_path: Path) -> None:
+    text = printed("--config", written(tmp_path, {"class_path": f"{PACKAGE}.ThunderFSDPStrategy"}))
+    assert yaml.safe_load(text)["trainer"]["strategy"]["init_args"].keys() == EVERY_OPTION.keys()
+
+
+@pytest.mark.parametrize("mode", ["step", "forward", "submodules", "off"])
+def test_compile_is_a_word_or_a_mapping(tmp_path: Path, mode: str) -> None:
+    for value in (mode, {"mode": mode}):
+        strategy = {"class_path": f"{PACKAGE}.ThunderStrategy", "init_args": {"compile": value}}
+        assert cli("--config", written(tmp_path, strategy)).trainer.strategy.compile_config == lts.CompileConfig(mode)
+
+
+def test_an_executor_can_be_given_by_class(tmp_path: Path) -> None:
+    executor = {"class_path": f"{PACKAGE}.executors.eager.EagerExecutor"}
+    strategy = {"class_path": f"{PACKAGE}.ThunderStrategy", "init_args": {"executors": ["inductor", executor]}}
+    first, second = cli("--config", written(tmp_path, strategy)).trainer.strategy._engine.options.executors
+    assert first == "inductor"
+    assert type(second) is EagerExecutor
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("thunder", lts.ThunderStrategy),
+        ("thunder_ddp", lts.ThunderDDPStrategy),
+        ("thunder_fsdp", lts.ThunderFSDPStrategy),
+    ],
+)
+def test_registered_names_work_in_yaml_and_on_the_command_line(tmp_path: Path, name: str, cls: type) -> None:
+    assert type(cli(f"--trainer.strategy={name}").trainer.strategy) is cls
+    assert type(cli("--config", written(tmp_path, name)).trainer.strategy) is cls
+
+
+def test_short_class_names_work_once_the_package_is_imported(tmp_path: Path) -> None:
+    strategy = {"class_path": "ThunderFSDPStrategy", "init_args": {"sharding": "zero2"}}
+    assert type(cli("--config", written(tmp_path, strategy)).trainer.strategy) is lts.ThunderFSDPStrategy
+    made = cli(
+        "--trainer.strategy=ThunderFSDPStrategy", "--trainer.strategy.sharding=zero2",
+        "--trainer.strategy.executors=[eager]", "--trainer.strategy.compile.mode=forward",
+    ).trainer.strategy  # fmt: skip
+    assert type(made) is lts.ThunderFSDPStrategy
+    assert (made._engine.parallelism, made._engine.options.executors) == ("zero2", ["eager"])
+    assert made.compile_config.mode == "forward"
+
+
+def test_options_on_the_command_line_change_those_of_the_file(tmp_path: Path) -> None:
+    config = written(tmp_path, {"class_path": f"{PACKAGE}.ThunderFSDPStrategy", "init_args": {"executors": ["eager"]}})
+    strategy = cli("--config", config, "--trainer.strategy.compile=off", "--trainer.strategy.report=true")
+    options = strategy.trainer.strategy._engine.options
+    assert (options.executors, options.compile_config.mode, options.report) == (["eager"], "off", True)
+
+
+def test_help_lists_every_option_with_its_description() -> None:
+    output = StringIO()
+    with redirect_stdout(output), pytest.raises(SystemExit):
+        cli("--trainer.strategy.help=ThunderFSDPStrategy")
+    text = re.sub(r"\s+", " ", output.getvalue())
+    for option in EVERY_OPTION:
+        assert f"--trainer.strategy.{option}" in text
+    assert "gathers a parameter again in the backward" in text
+    assert "names in priority order" in text
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("sharding", "zero1", ["sharding", "zero1", *as_allowed("zero2", "zero3")]),
+        ("compile", "everything", ["compile", "everything", "step", "submodules"]),
+        ("state_dict_type", "half", ["state_dict_type", "half", *as_allowed("full", "sharded")]),
+        ("shardings", "zero3", ["shardings"]),
+        ("timeout", "soon", ["timeout", "soon"]),
+        ("report", "perhaps", ["report", "perhaps"]),
+    ],
+)
+def test_a_bad_value_is_a_readable_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture, option: str, value: str, words: list[str]
+) -> None:
+    strategy = {"class_path": f"{PACKAGE}.ThunderFSDPStrategy", "init_args": {option: value}}
+    text = error_of(capsys, "--config", written(tmp_path, strategy))
+    assert all(word in text for word in words), text
+
+
+def test_an_unknown_executor_is_named_with_those_that_exist(tmp_path: Path) -> None:
+    strategy = {"class_path": f"{PACKAGE}.ThunderStrategy", "init_args": {"executors": ["nvfuzer"]}}
+    with pytest.raises(ValueError, match=r"(?s)'nvfuzer' is not a known executor.*inductor.*eager"):
+        cli("--config", written(tmp_path, strategy))
+
+
+def test_a_model_trains_from_a_config(tmp_path: Path) -> None:
+    strategy = {"class_path": f"{PACKAGE}.ThunderStrategy", "init_args": {"executors": ["eager"]}}
+    made = cli("--config", written(tmp_path, strategy), "--trainer.fast_dev_run=true")
+    made.trainer.fit(made.model)
+    assert isinstance(made.trainer, L.Trainer)
+    assert lts.explain(made.trainer).to_dict()["steps"]["training_step"]["graphs"] == 1
