@@ -1,5 +1,6 @@
 """Trains the same module under our strategy and under Lightning's own, and compares the two runs."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -131,6 +132,8 @@ def assert_same(actual: Any, expected: Any, where: str) -> None:
         assert len(actual) == len(expected), where
         for index, (one, other) in enumerate(zip(actual, expected)):
             assert_same(one, other, f"{where}[{index}]")
+    elif isinstance(expected, float) and math.isnan(expected):
+        assert math.isnan(actual), where
     else:
         assert actual == expected, where
 

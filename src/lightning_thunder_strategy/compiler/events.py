@@ -13,7 +13,7 @@ from typing import Any, Optional
 import torch
 
 from lightning_thunder_strategy.compiler import _torch_compat
-from lightning_thunder_strategy.compiler.report import GraphBreak, Recompile, Record, active_record, warn
+from lightning_thunder_strategy.compiler.report import Fallback, GraphBreak, Recompile, Record, active_record, warn
 
 _BREAK = re.compile(r"in user code at (?P<file>.+):(?P<line>\d+)\n(?:Graph Break Reason: )?(?P<reason>.*)", re.DOTALL)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
@@ -23,12 +23,14 @@ _ENTRY = str(Path(__file__).with_name("compile.py"))
 _LIBRARIES = [_OWN, str(Path(torch.__file__).parent)]
 _RAISED = re.compile(r"Developer debug context: raised exception (?P<exception>.+)")
 _COMPILE_ID = re.compile(r"^\d+/\d+: ")
+_FAILED = re.compile(r"WON'T CONVERT (?P<function>\S+) ")
 _LIMIT = re.compile(r"last reason: (?P<reason>.*)")
 
 HOST_SOURCES: ContextVar[Sequence[str]] = ContextVar("lts_host_sources", default=())
 """Regular expressions of the sources that Dynamo should treat as changing integers from their first value on."""
 
 compile_started: float = 0.0
+_programs_before = 0  # of the active record, when the compilation began
 _while_compiling: Optional[contextlib.ExitStack] = None
 _installed = False
 
@@ -46,7 +48,7 @@ def install() -> None:
             logger.setLevel(logging.DEBUG)
             logger.propagate = False
         logger.addHandler(handler)
-    _torch_compat.convert_frame_logger().addFilter(_limit_filter)
+    _torch_compat.convert_frame_logger().addFilter(_frame_filter)
 
 
 def collect_recompiles(record: Record) -> None:
@@ -60,12 +62,13 @@ def collect_recompiles(record: Record) -> None:
 
 
 def _start(compile_id: str) -> None:
-    global compile_started, _while_compiling
+    global compile_started, _programs_before, _while_compiling
     record = active_record()
     if record is None:
         return
     compile_started = time.perf_counter()
     record.compile_ids.add(compile_id)
+    _programs_before = len(record.programs)
     if _while_compiling is None:
         _while_compiling = contextlib.ExitStack()
         _while_compiling.enter_context(_torch_compat.compile_settings(HOST_SOURCES.get()))
@@ -101,17 +104,31 @@ class _BreakHandler(logging.Handler):
             record.graph_breaks.append(found)
 
 
-def _limit_filter(log_record: logging.LogRecord) -> bool:
-    """Turn Dynamo's line about the recompile limit into our warning."""
+def _frame_filter(log_record: logging.LogRecord) -> bool:
+    """Turn Dynamo's lines about the recompile limit and about its own failures into our warnings."""
     record = active_record()
     message = log_record.getMessage()
-    if record is None or "recompile_limit" not in message and "hit config." not in message:
+    if record is None:
+        return True
+    failed = _FAILED.match(message)
+    if failed is not None and log_record.exc_info and log_record.exc_info[1] is not None:
+        _report_failure(record, failed["function"].partition("#")[0], log_record.exc_info[1])
+        return False
+    if "recompile_limit" not in message and "hit config." not in message:
         return True
     match = _LIMIT.search(message)
     reason = _first_line(match["reason"]) if match else _first_line(message)
     if record.limit_reason is None:
         record.limit_reason = " ".join(_COMPILE_ID.sub("", reason).split())
     return False
+
+
+def _report_failure(record: Record, function: str, error: BaseException) -> None:
+    del record.programs[_programs_before:]  # made, but never run
+    found = Fallback(f"the function {function}", "TorchDynamo", first_line(error))
+    if found not in record.fallbacks:
+        record.fallbacks.append(found)
+        warn(f"{record.name}: TorchDynamo failed on {found.region}, which runs eagerly: {found.error}")
 
 
 def limit_text(reason: str) -> str:

@@ -4,7 +4,9 @@ Full: what a single process would have written. Sharded: a folder of ``torch.dis
 as Lightning's own sharded strategies write it, so that its consolidate command reads it.
 """
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
@@ -136,7 +138,7 @@ def _with_numbers(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping
     for group, own in zip(saved_groups, optimizer.state_dict()["param_groups"]):
         groups.append({**group, "params": own["params"]})
     return {
-        "state": {numbers[name]: value for name, value in state["state"].items() if name in numbers},
+        "state": {numbers[name]: value for name, value in state.get("state", {}).items() if name in numbers},
         "param_groups": groups,
     }
 
@@ -158,10 +160,18 @@ def save_sharded(folder: Path, state: Mapping[str, Any], metadata: Mapping[str, 
         metadata: The rest; taken from the ``main`` rank.
         main: Whether this is rank zero.
     """
-    distributed = torch.distributed.is_initialized()
-    dcp.save(dict(state), checkpoint_id=folder, no_dist=not distributed)
+    with _alone_or_together() as no_dist:
+        dcp.save(dict(state), checkpoint_id=folder, no_dist=no_dist)
     if main:
         torch.save(dict(metadata), folder / METADATA_FILENAME)
+
+
+@contextmanager
+def _alone_or_together() -> Iterator[bool]:
+    """Whether to write and read without communication. Torch's warning that one process is alone is left out."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        yield not torch.distributed.is_initialized()
 
 
 def load_sharded(
@@ -194,7 +204,8 @@ def load_sharded(
             like = by_name.get(path[2])
         flat[key] = _empty(description, like)
     state = _nest(flat, stored.planner_data or {})
-    dcp.load(state, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+    with _alone_or_together() as no_dist:
+        dcp.load(state, storage_reader=reader, no_dist=no_dist)
     metadata = torch.load(folder / METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
     return state, metadata
 

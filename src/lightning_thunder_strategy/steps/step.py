@@ -83,6 +83,7 @@ class CompiledStep:
         self._each_dataloader = False  # whether each dataloader has a program of its own
         self._submodules: Optional[CompiledSubmodules] = None
         self._submodules_called = False
+        self._programs_before = 0  # how many there were when this unit was entered
         self._reason = ""  # why the step is not compiled in the unit that was asked for
         self._announced: Optional[Unit] = None  # the smaller unit that was warned of
         self.unit: Unit = _FIRST_UNIT[pipelines.whole.config.mode]
@@ -129,6 +130,7 @@ class CompiledStep:
         """Add to the record of an earlier stage of the same step."""
         record.mode, record.note, record.limit_reason = self.record.mode, self.record.note, None
         self.record = record
+        self._programs_before = len(record.programs)
 
     def dry_run(self, args: tuple, environment: Callable[[], AbstractContextManager]) -> Any:
         """Compile the step by calling it, without its logging and metrics. Does nothing if it is not one program."""
@@ -160,7 +162,6 @@ class CompiledStep:
             with self._recorder.recording(schedulers), environment():
                 output = self._whole(args)(*args, **kwargs)
             return self._recorder.replay(output)
-        programs = len(self.record.programs)
         if self.unit == "parts":
             with self._machinery.hidden([*optimizers, *schedulers]), environment():
                 function = self._function("parts", self._pipelines.parts, self._named_step())
@@ -169,7 +170,7 @@ class CompiledStep:
             if self.record.limit_reason is not None:
                 reason, self.record.limit_reason = self.record.limit_reason, None
                 self._enter("submodules", limit_text(reason))
-            elif self._announced is None and len(self.record.programs) == programs:
+            elif self._announced is None and len(self.record.programs) == self._programs_before:
                 self._enter("submodules", self._reason)  # nothing could be cut out of it
             return output
         method = getattr(self._module, self._name)
@@ -186,7 +187,7 @@ class CompiledStep:
             self._enter("submodules", "the step does not call the module's own forward")
         if not compiled.entries:
             self._enter("eager", f"{self._reason}; it calls no submodule that has parameters".removeprefix("; "))
-        elif len(self.record.programs) == programs:
+        elif len(self.record.programs) == self._programs_before:
             self._enter("eager", f"{self._reason}; its submodules cannot be compiled either".removeprefix("; "))
         return output
 
@@ -248,6 +249,7 @@ class CompiledStep:
     def _enter(self, unit: Unit, reason: str) -> None:
         """Go on with a smaller unit. It is said once it is known how far the fall goes."""
         self.unit, self._reason = unit, reason.rstrip(".")
+        self._programs_before = len(self.record.programs)
         self.record.mode = _MODE[unit]
         self.record.note = f"not one compiled program: {self._reason}. {_WHAT[unit]}"
 

@@ -6,6 +6,7 @@ from typing import Any, Optional, Protocol
 
 import torch
 from lightning.fabric.utilities.cloud_io import _load as load_anywhere
+from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_thunder_strategy.distributed import checkpoint as states
 from lightning_thunder_strategy.distributed.files import beside, remove, replacing, swap_in
@@ -37,17 +38,32 @@ def write_file(ranks: Ranks, path: Path, write: Callable[[Path], None]) -> None:
     Raises:
         CheckpointWriteError: On every rank, if rank zero could not write.
     """
-    error = None
-    if ranks.is_global_zero:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path, beside(path)) as temporary:
-                write(temporary)
-        except Exception as failure:  # every rank must hear of it
-            error = f"{type(failure).__name__}: {failure}"
-    error = ranks.broadcast(error)
+
+    def write_beside() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path, beside(path)) as temporary:
+            write(temporary)
+
+    error = _on_rank_zero(ranks, write_beside)
     if error is not None:
         raise CheckpointWriteError(f"The checkpoint {path} could not be written: {error}")
+
+
+def _on_rank_zero(ranks: Ranks, function: Callable[[], None]) -> Optional[str]:
+    """Call ``function`` on rank zero. Its error, on every rank."""
+    return ranks.broadcast(_failure(function) if ranks.is_global_zero else None)
+
+
+def _failure(function: Callable[[], None]) -> Optional[str]:
+    """The error that ``function`` raises, in one line."""
+    try:
+        function()
+    except CheckpointException as failure:
+        first = next(iter(failure.failures.values()))[0]
+        return f"{type(first).__name__}: {first}"
+    except Exception as failure:
+        return f"{type(failure).__name__}: {failure}"
+    return None
 
 
 def write_folder(ranks: Ranks, path: Path, state: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
@@ -57,27 +73,25 @@ def write_folder(ranks: Ranks, path: Path, state: Mapping[str, Any], metadata: M
         CheckpointWriteError: On every rank, if one could not write.
     """
     temporary = Path(ranks.broadcast(str(beside(path))))
-    if ranks.is_global_zero:
-        temporary.mkdir(parents=True)
-    ranks.barrier()
     try:
-        states.save_sharded(temporary, state, metadata, main=ranks.is_global_zero)
-        ranks.barrier()
-        if ranks.is_global_zero:
-            swap_in(temporary, path)
-    except Exception as failure:
-        raise CheckpointWriteError(f"The checkpoint {path} could not be written: {failure}") from failure
+        error = _on_rank_zero(ranks, lambda: temporary.mkdir(parents=True))
+        if error is None:
+            error = _failure(lambda: states.save_sharded(temporary, state, metadata, main=ranks.is_global_zero))
+            error = ranks.broadcast(error)  # a failure to write shards is known on all ranks, one of the rest on zero
+        if error is None:
+            error = _on_rank_zero(ranks, lambda: swap_in(temporary, path))
     finally:
         if ranks.is_global_zero:
             remove(temporary)
-    ranks.barrier()
+    if error is not None:
+        raise CheckpointWriteError(f"The checkpoint {path} could not be written: {error}")
 
 
 def read_file(path: Any, weights_only: Optional[bool]) -> dict[str, Any]:
     """A checkpoint file; tensors of local files stay on disk until they are used."""
     if is_local(path):
         if not Path(path).is_file():
-            raise FileNotFoundError(f"Checkpoint file not found: {path}. Give the path of a file, or of a sharded folder.")
+            raise FileNotFoundError(f"Checkpoint not found: {path}. Give the path of a file, or of a sharded folder.")
         try:
             return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         except RuntimeError as error:

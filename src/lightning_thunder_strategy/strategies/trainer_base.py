@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 import lightning.pytorch as pl
+import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.types import _PATH as PathLike
 from lightning.pytorch.plugins import TorchCheckpointIO
@@ -86,7 +87,7 @@ class CompiledStepsStrategy(Strategy):
         self._stage = _STAGES[trainer.state.fn]
         if any(step.outdated for step in self._steps.values()):
             self._drop_steps()
-        self._compile_early(fitting)
+        self._compile_early(trainer)
 
     @override
     def model_to_device(self) -> None:
@@ -208,20 +209,28 @@ class CompiledStepsStrategy(Strategy):
         """
         self._example_batch = batch
 
-    def _compile_early(self, fitting: bool) -> None:
+    def _compile_early(self, trainer: "pl.Trainer") -> None:
         module = self.lightning_module
         assert module is not None
-        if fitting and self._example_batch is not None:
-            batch = self.batch_to_device(self._example_batch)
-            step = self._step("training_step")
+        if self._stage == "training" and self._example_batch is not None:
+            batch, step = self._as_loaded(self._example_batch), self._step("training_step")
             with self.precision_plugin.train_step_context():
-                compile_early(module, step, (batch, 0), self._gathering)
+                compile_early(module, step, (batch, 0), self._gathering, torch.enable_grad())
         elif module.example_input_array is not None:
-            inputs = self.batch_to_device(module.example_input_array)
-            if self.compile_config.mode == "forward":
-                self._step(f"{self._stage}_step").compile_forward(inputs, self._gathering)
-            elif self._stage == "predict" and not is_overridden("predict_step", module):
-                compile_early(module, self._step("predict_step"), (inputs, 0), self._gathering)
+            predicts = self._stage == "predict" and not is_overridden("predict_step", module)
+            if not predicts and self.compile_config.mode != "forward":
+                return
+            inputs, step = self._as_loaded(module.example_input_array), self._step(f"{self._stage}_step")
+            inference = torch.inference_mode if trainer.predict_loop.inference_mode else torch.no_grad
+            gradients = torch.enable_grad if self._stage == "training" else inference
+            with self.precision_plugin.forward_context():
+                compile_early(module, step, (inputs, 0), self._gathering, gradients())
+
+    def _as_loaded(self, batch: Any) -> Any:
+        """An example batch as a loop hands it to a step."""
+        assert self.lightning_module is not None
+        batch = self.precision_plugin.convert_input(batch)
+        return self.batch_to_device(self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0))
 
     # ------------------------------------------------------------------------------------------------------- report
 
