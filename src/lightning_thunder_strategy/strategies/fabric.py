@@ -22,6 +22,7 @@ from lightning_thunder_strategy.strategies.options import (
     StartMethod,
     StateDictType,
     StrategyOptions,
+    check_processes,
     check_sharding,
     check_single_device,
     compile_config,
@@ -54,7 +55,7 @@ class ThunderStrategy(CompiledModulesStrategy, SingleDeviceStrategy):
     ) -> None:
         super().__init__()
         config = compile_config(compile, highest="forward")
-        self._use(Engine(StrategyOptions(executors, tuple(transforms), config, "auto", state_dict_type, False), "none"))
+        self._use(Engine(StrategyOptions(executors, transforms, config, "auto", state_dict_type, False), "none"))
 
     @property
     def parallel_devices(self) -> Optional[list[torch.device]]:
@@ -115,10 +116,11 @@ class ThunderDDPStrategy(_Distributed):
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
     ) -> None:
+        check_processes(process_group_backend, timeout, start_method)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         self._backward_sync_control = _ReducesEachTime()
         config = compile_config(compile, highest="forward")
-        options = StrategyOptions(executors, tuple(transforms), config, "auto", state_dict_type, False)
+        options = StrategyOptions(executors, transforms, config, "auto", state_dict_type, False)
         self._use(Engine(options, "ddp", timeout))
 
 
@@ -159,10 +161,11 @@ class ThunderFSDPStrategy(_Distributed):
         start_method: StartMethod = "popen",
     ) -> None:
         check_sharding(sharding)
+        check_processes(process_group_backend, timeout, start_method)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         self._backward_sync_control = _ReducesEachTime()
         config = compile_config(compile, highest="forward")
-        options = StrategyOptions(executors, tuple(transforms), config, False, state_dict_type, False)
+        options = StrategyOptions(executors, transforms, config, False, state_dict_type, False)
         self._use(Engine(options, sharding, timeout))
 
     @override

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, Optional, Union, get_args
 
 import torch
 
+from lightning_thunder_strategy.compiler.compile import make_pipeline
 from lightning_thunder_strategy.compiler.config import CompileConfig, Mode, check_choice
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.executors.base import Executor
-from lightning_thunder_strategy.executors.registry import resolve
 
 Executors = Union[Literal["auto"], list[Union[str, Executor]]]
 Compile = Union[CompileConfig, Mode]
@@ -28,7 +29,7 @@ class StrategyOptions:
     """
 
     executors: Union[str, Sequence[Union[str, Executor]]]
-    transforms: tuple[Transform, ...]
+    transforms: Sequence[Transform]
     compile_config: CompileConfig
     unshard_on_teardown: Unshard
     state_dict_type: StateDictType
@@ -38,10 +39,10 @@ class StrategyOptions:
         check_choice("state_dict_type", self.state_dict_type, get_args(StateDictType))
         check_choice("unshard_on_teardown", self.unshard_on_teardown, ("auto", True, False))
         check_choice("report", self.report, (True, False))
-        for transform in self.transforms:
-            if not isinstance(transform, Transform):
-                raise ValueError(f"transforms: {transform!r} is not allowed: give Transform objects.")
-        resolve(self.executors)
+        if not isinstance(self.transforms, Sequence) or isinstance(self.transforms, str):
+            raise ValueError(f"transforms={self.transforms!r} is not allowed: give a list of Transform objects.")
+        object.__setattr__(self, "transforms", tuple(self.transforms))
+        make_pipeline(self.executors, self.transforms, self.compile_config, {})  # checks them, alone and together
 
 
 def compile_config(value: Compile, highest: Mode) -> CompileConfig:
@@ -53,6 +54,27 @@ def compile_config(value: Compile, highest: Mode) -> CompileConfig:
         return value
     check_choice("compile", value, allowed)
     return CompileConfig(mode=value)
+
+
+def check_processes(
+    process_group_backend: Optional[str],
+    timeout: Optional[timedelta],
+    start_method: str,
+    broadcast_buffers: bool = True,
+) -> None:
+    """Raise ``ValueError`` unless these are ways to start and connect processes."""
+    check_choice("start_method", start_method, get_args(StartMethod))
+    check_choice("broadcast_buffers", broadcast_buffers, (True, False))
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise ValueError(
+            f"timeout={timeout!r} is not allowed: give a datetime.timedelta, or None to wait half an hour."
+        )
+    if process_group_backend is None:
+        return
+    known = [name for name in torch.distributed.Backend.backend_list if name != "undefined"]
+    parts = str(process_group_backend).lower().split(",")  # such as "cpu:gloo,cuda:nccl"
+    if any(part.rpartition(":")[2] not in known for part in parts):
+        check_choice("process_group_backend", process_group_backend, (None, *known))
 
 
 def check_sharding(value: object) -> None:

@@ -22,6 +22,7 @@ from lightning_thunder_strategy.strategies.options import (
     StateDictType,
     StrategyOptions,
     Unshard,
+    check_processes,
     check_sharding,
     check_single_device,
     compile_config,
@@ -37,8 +38,8 @@ class ThunderStrategy(CompiledStepsStrategy, SingleDeviceStrategy):
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
         compile: ``"step"``, ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
-        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder of
-            ``torch.distributed.checkpoint``.
+        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
+            of ``torch.distributed.checkpoint``.
         report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
 
     Raises:
@@ -58,7 +59,7 @@ class ThunderStrategy(CompiledStepsStrategy, SingleDeviceStrategy):
         super().__init__()
         config = compile_config(compile, highest="step")
         self._use(
-            Engine(StrategyOptions(executors, tuple(transforms), config, "auto", state_dict_type, report), "none")
+            Engine(StrategyOptions(executors, transforms, config, "auto", state_dict_type, report), "none")
         )
 
     @property
@@ -97,8 +98,8 @@ class ThunderDDPStrategy(_Distributed):
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
         compile: ``"step"``, ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
-        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder of
-            ``torch.distributed.checkpoint``.
+        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
+            of ``torch.distributed.checkpoint``.
         report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
         broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero before each step.
         process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
@@ -124,9 +125,10 @@ class ThunderDDPStrategy(_Distributed):
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
     ) -> None:
+        check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         config = compile_config(compile, highest="step")
-        options = StrategyOptions(executors, tuple(transforms), config, "auto", state_dict_type, report)
+        options = StrategyOptions(executors, transforms, config, "auto", state_dict_type, report)
         self._use(Engine(options, "ddp", timeout))
         self._broadcast_buffers = broadcast_buffers
 
@@ -145,8 +147,8 @@ class ThunderFSDPStrategy(_Distributed):
         compile: ``"step"``, ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
         unshard_on_teardown: Whether the module has whole, plain parameters again after ``fit``: ``True``, ``False``, or
             ``"auto"`` for models under 1 GiB.
-        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder to
-            which each rank writes its part.
+        state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
+            to which each rank writes its part.
         report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
         broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero before each step.
         process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
@@ -175,9 +177,10 @@ class ThunderFSDPStrategy(_Distributed):
         start_method: StartMethod = "popen",
     ) -> None:
         check_sharding(sharding)
+        check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         config = compile_config(compile, highest="step")
-        options = StrategyOptions(executors, tuple(transforms), config, unshard_on_teardown, state_dict_type, report)
+        options = StrategyOptions(executors, transforms, config, unshard_on_teardown, state_dict_type, report)
         self._use(Engine(options, sharding, timeout))
         self._broadcast_buffers = broadcast_buffers
 
