@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_thunder_strategy as lts
 from lightning_thunder_strategy.compiler import _torch_compat
-from lightning_thunder_strategy.compiler.dispatch import copy_program
+from lightning_thunder_strategy.compiler.surgery import copy_program
 from tests.compiler.parity import assert_same
 from tests.compiler.test_compile_language_models import small_gpt
 

@@ -38,21 +38,9 @@ def is_recompile_limit(error: BaseException) -> bool:
     return isinstance(error, FailOnRecompileLimitHit)
 
 
-def inner_error(error: BaseException) -> BaseException:
-    """The error that a backend raised, out of the wrapper that Dynamo puts around it."""
-    return getattr(error, "inner_exception", None) or error
-
-
 def unsupported_stack(error: BaseException) -> list[tuple[str, int]]:
     """File and line of each call, outermost first, at which Dynamo gave up."""
     return [(frame.filename, frame.lineno or 0) for frame in getattr(error, "real_stack", None) or ()]
-
-
-def current_compile_id() -> Optional[str]:
-    from torch._guards import CompileContext
-
-    compile_id = CompileContext.current_compile_id()
-    return None if compile_id is None else str(compile_id)
 
 
 def on_compile(start: Callable[[str], None], end: Callable[[str], None]) -> None:
@@ -191,25 +179,12 @@ def min_cut_partition(joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tupl
     return min_cut_rematerialization_partition(joint, inputs, **kwargs)
 
 
-def save_everything_partition(
-    joint: fx.GraphModule, inputs: Any, **kwargs: Any
-) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a joint program; save for the backward what it needs, as eager PyTorch does."""
-    from torch._functorch.partitioners import default_partition
-
-    return default_partition(joint, inputs, **kwargs)
-
-
 def mark_recompute(node: fx.Node, region: int) -> None:
     """Ask the partitioner to compute ``node`` again in the backward."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
     node.meta["ac_graph_id"] = region
-
-
-def has_recompute_tags(graph: fx.Graph) -> bool:
-    return any("recompute" in node.meta for node in graph.nodes)
 
 
 def move_to_front(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
@@ -368,37 +343,24 @@ def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs
     return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
-def inductor_compile_region(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> tuple[Callable, Optional[list]]:
-    """Inductor on a part of an ATen program. Returns the function of one list and the output strides it chose."""
+def inductor_compile_region(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+    """Inductor on a part of an ATen program, as a function of one list. Without CUDA graphs."""
     from torch._guards import TracingContext, detect_fake_mode, tracing
 
-    with tracing(TracingContext(detect_fake_mode(example_inputs))):
-        compiled = inductor_compile(gm, example_inputs)
-    return compiled, getattr(compiled, "output_strides", None)
+    with tracing(TracingContext(detect_fake_mode(example_inputs))), _without_cudagraphs():
+        return inductor_compile(gm, example_inputs)
 
 
-def report_output_strides(values: Sequence[Any]) -> None:
-    """Tell AOTAutograd the real strides of a forward program's outputs, so that the backward expects them."""
-    from torch._guards import TracingContext
-
-    context = TracingContext.try_get()
-    if context is None or context.output_strides is None:
-        return
-    for value in values:
-        context.output_strides.append(
-            tuple(value.stride())
-            if isinstance(value, torch.Tensor) and all(isinstance(s, int) for s in value.stride())
-            else None
-        )
+def _without_cudagraphs() -> contextlib.AbstractContextManager:
+    return torch._inductor.config.patch({"triton.cudagraphs": False})
 
 
-def evaluate_strides(strides: Sequence[Any], values: Sequence[Any]) -> Optional[tuple]:
-    """Inductor writes symbolic strides as text: as numbers, or ``None`` where a symbol remains."""
-    del values
-    try:
-        return tuple(int(stride) for stride in strides)
-    except ValueError:
-        return None
+def size_hint(size: Any) -> int:
+    """The value a size had when it was compiled, also where it is symbolic."""
+    if isinstance(size, int):
+        return size
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return int(hint) if hint is not None else 1
 
 
 def aot_cache(enabled: bool) -> contextlib.AbstractContextManager:
@@ -465,10 +427,12 @@ def compilers_found() -> Optional[str]:
 
 
 def default_store() -> torch.distributed.Store:
-    """The key-value store through which the ranks of the default process group found each other."""
+    """The key-value store through which the ranks of the default process group found each other, on a connection of
+    its own where torch can make one: waiting on it holds up nobody else."""
     from torch.distributed.distributed_c10d import _get_default_store
 
-    return _get_default_store()
+    store = _get_default_store()
+    return store.clone() if hasattr(store, "clone") else store
 
 
 def group_name(group: torch.distributed.ProcessGroup) -> str:

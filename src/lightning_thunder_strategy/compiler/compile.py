@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_thunder_strategy.compiler import _torch_compat, events
 from lightning_thunder_strategy.compiler.config import CompileConfig
-from lightning_thunder_strategy.compiler.pipeline import Agreement, Pipeline
+from lightning_thunder_strategy.compiler.pipeline import Agreement, Pipeline, Refusal
 from lightning_thunder_strategy.compiler.report import Record, recording
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.executors.base import Executor
@@ -74,21 +74,22 @@ class CompiledFunction:
         return result
 
     def _call(self, record: Record, args: tuple, kwargs: dict) -> Any:
-        if not self.fullgraph:
+        try:
+            if self.fullgraph:
+                return self._compiled(*args, **kwargs)
             # A frame that Dynamo cannot compile runs eagerly; the listeners record it.
             with _torch_compat.suppress_dynamo_errors():
                 return self._compiled(*args, **kwargs)
-        try:
-            return self._compiled(*args, **kwargs)
+        except Refusal as refusal:
+            raise refusal.error from refusal.error.__cause__
         except _torch_compat.dynamo_errors() as error:
+            if not self.fullgraph:
+                raise
             raise compile_error(record, error) from error
 
 
-def compile_error(record: Record, error: BaseException) -> Exception:
-    """Dynamo's error as a :class:`CompileError`, or the error that our own pipeline raised."""
-    inner = _torch_compat.inner_error(error)
-    if inner is not error:
-        return inner if isinstance(inner, Exception) else RuntimeError(str(inner))
+def compile_error(record: Record, error: BaseException) -> CompileError:
+    """Dynamo's error as one that names the place, the reason and what to do."""
     limit = _torch_compat.is_recompile_limit(error)
     if limit:
         reason, record.limit_reason = record.limit_reason or "the recompile limit was reached", None

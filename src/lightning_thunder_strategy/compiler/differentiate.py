@@ -10,11 +10,11 @@ from torch import fx
 from lightning_thunder_strategy.compiler import _torch_compat
 from lightning_thunder_strategy.compiler.collectives import count_collectives, sequence
 from lightning_thunder_strategy.compiler.config import CompileConfig
-from lightning_thunder_strategy.compiler.dispatch import dispatch
+from lightning_thunder_strategy.compiler.dispatch import Whole, dispatch
 from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.report import Program
 from lightning_thunder_strategy.compiler.trace import Origin, Trace, TraceOutput
-from lightning_thunder_strategy.compiler.transform import Transform
+from lightning_thunder_strategy.compiler.transform import ProgramRefusedError, Transform, TransformError
 from lightning_thunder_strategy.executors.base import Executor
 
 
@@ -83,14 +83,12 @@ class Differentiation:
 
     def _partition(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
         self.partitioned = True
-        started = time.perf_counter()
         program = self._program
         trace = Trace("joint", joint, self._name_inputs(joint.graph), outputs=self._name_outputs(joint.graph))
         program.traces.append(trace.snapshot("forward and backward as one program"))
         for transform in self._transforms:
             if type(transform).joint is not Transform.joint:
-                self._run(transform, lambda t: t.joint(trace), [trace])
-        joint.recompile()
+                run_pass(self._program, transform, lambda t: t.joint(trace), [trace])
         forward, backward = _torch_compat.min_cut_partition(joint, inputs, **kwargs)
         _sort_saved_values(forward, backward, kwargs["num_fwd_outputs"])
         names = self._name_inputs(forward.graph)
@@ -100,43 +98,31 @@ class Differentiation:
         program.traces.append(forward_trace.snapshot("after the partition"))
         program.traces.append(backward_trace.snapshot("after the partition"))
         self._partition_passes(forward_trace, backward_trace)
-        program.seconds["differentiate"] += time.perf_counter() - started
         return forward, backward
 
     def _partition_passes(self, forward: Trace, backward: Optional[Trace]) -> None:
         both = [trace for trace in (forward, backward) if trace is not None]
         for transform in self._transforms:
             if type(transform).partitioned is not Transform.partitioned:
-                self._run(transform, lambda t: t.partitioned(forward, backward), both)
+                run_pass(self._program, transform, lambda t: t.partitioned(forward, backward), both)
         for trace in both:
-            trace.graph_module.recompile()  # type: ignore[union-attr]
             self._program.collectives[trace.stage] = count_collectives(trace.graph)
             self._partitioned[trace.stage] = {node.name: origin for node, origin in trace._origins.items()}
         self._program.sequence = sequence(trace.graph for trace in both)
-
-    def _run(self, transform: Transform, call: Callable[[Transform], None], traces: Sequence[Trace]) -> None:
-        started = time.perf_counter()
-        call(transform)
-        for trace in traces:
-            trace.graph.lint()
-            seconds = time.perf_counter() - started
-            self._program.traces.append(trace.snapshot(f"after {transform.name}, {1e3 * seconds:.1f} ms"))
 
     # ----------------------------------------------------------------------------------------------------- dispatch
 
     def _aot_compiler(self, kind: str) -> Callable[[fx.GraphModule, Sequence[Any]], Callable]:
         def compiler(gm: fx.GraphModule, inputs: Sequence[Any]) -> Callable:
-            return self._dispatch(gm, inputs, kind == "backward", kind == "inference", None)
+            return self._dispatch(gm, kind == "backward", kind == "inference", None)
 
         return compiler
 
     def _inductor_dispatch(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable:
-        whole = ("inductor", lambda program: _torch_compat.inductor_compile(program, inputs, **kwargs))
-        return self._dispatch(gm, inputs, kwargs.get("is_backward", False), kwargs.get("is_inference", False), whole)
+        whole = Whole("inductor", lambda program: _torch_compat.inductor_compile(program, inputs, **kwargs))
+        return self._dispatch(gm, kwargs.get("is_backward", False), kwargs.get("is_inference", False), whole)
 
-    def _dispatch(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], backward: bool, inference: bool, whole: Any
-    ) -> Callable:
+    def _dispatch(self, gm: fx.GraphModule, backward: bool, inference: bool, whole: Optional[Whole]) -> Callable:
         started = time.perf_counter()
         stage = "backward" if backward else "forward"
         if inference:
@@ -145,10 +131,8 @@ class Differentiation:
             self._partition_passes(trace, None)
         known = self._partitioned.get(stage, {})
         origins = {n: known[n.name] for n in gm.graph.find_nodes(op="placeholder") if n.name in known}
-        compiled = dispatch(
-            gm, inputs, stage=stage, executors=self._executors, program=self._program, on_error=self._config.on_error,
-            whole=whole, trace=Trace(stage, gm, origins, outputs=self._name_outputs(gm.graph)),
-        )  # fmt: skip
+        live = Trace(stage, gm, origins, outputs=self._name_outputs(gm.graph))
+        compiled = dispatch(live, self._executors, self._program, self._config.on_error, whole)
         self._program.seconds["dispatch"] += time.perf_counter() - started
         self._stored()
         return compiled
@@ -187,6 +171,29 @@ class Differentiation:
             else:
                 result[node] = by_name.get(node.name, Origin(node.name, "saved"))
         return result
+
+
+def run_pass(
+    program: Program, transform: Transform, call: Callable[[Transform], None], traces: Sequence[Trace]
+) -> None:
+    """Run one hook of a pass and record what it made of each trace.
+
+    Raises:
+        TransformError: If the pass fails, or leaves a program that is not well formed.
+    """
+    started = time.perf_counter()
+    try:
+        call(transform)
+        for trace in traces:
+            trace.graph.lint()
+            trace.graph_module.recompile()  # type: ignore[union-attr]
+    except ProgramRefusedError:
+        raise
+    except Exception as error:
+        raise TransformError(transform, traces[0].stage, error) from error
+    seconds = time.perf_counter() - started
+    program.seconds["transform"] += seconds
+    program.traces += [trace.snapshot(f"after {transform.name}, {1e3 * seconds:.1f} ms") for trace in traces]
 
 
 def _sort_saved_values(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:

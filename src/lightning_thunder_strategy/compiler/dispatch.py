@@ -1,368 +1,295 @@
-"""Routes the parts of a program to executors."""
+"""Gives the parts of an ATen program to executors: the whole program to one, or regions by priority."""
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import fx, nn
 
 from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler.claims import claimed_by, operation_name
+from lightning_thunder_strategy.compiler.config import OnError
 from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.events import first_line
 from lightning_thunder_strategy.compiler.report import Fallback, Program, warn
+from lightning_thunder_strategy.compiler.surgery import (
+    CompiledRegion,
+    assemble,
+    copy_program,
+    extract,
+    is_operation,
+    keep_parts_together,
+    parts,
+    region_inputs,
+    region_outputs,
+)
 from lightning_thunder_strategy.compiler.trace import Trace
-from lightning_thunder_strategy.executors.base import Claim, Executor, FusionExecutor, OperatorExecutor
+from lightning_thunder_strategy.executors.base import Claim, Executor, FusionExecutor
 
 _EAGER = "eager"
 
 
-# ------------------------------------------------------------------------------------------- operators, before autograd
+@dataclass(frozen=True)
+class Whole:
+    """An executor that can take a program whole, and how."""
 
-
-def claim_operators(trace: Trace, executors: Sequence[Executor], claims: list[Claim]) -> dict[str, str]:
-    """Give each torch-level operation to the first operator executor that takes it.
-
-    Returns:
-        Module and qualified name to a version, for the functions that were put into the program.
-    """
-    functions: dict[str, str] = {}
-    candidates = [executor for executor in executors if isinstance(executor, OperatorExecutor)]
-    for node in list(trace.graph.nodes):
-        if node.op not in ("call_function", "call_method"):
-            continue
-        for executor in candidates:
-            if not executor.considers(node):
-                continue
-            function = executor.replacement(node)
-            name = operation_name(node)
-            if isinstance(function, str):
-                claims.append(Claim(name, executor.name, False, function))
-                continue
-            claims.append(Claim(name, executor.name, True))
-            node.op, node.target = "call_function", function
-            node.meta["lts_executor"] = executor.name
-            functions[f"{function.__module__}.{function.__qualname__}"] = executor.cache_key() or ""
-            break
-    return functions
-
-
-def operation_name(node: fx.Node) -> str:
-    """An operation as the trace prints it."""
-    if isinstance(node.target, str):
-        return node.target
-    return (
-        str(node.target)
-        if isinstance(node.target, torch._ops.OpOverload)
-        else getattr(node.target, "__name__", str(node.target))
-    )
-
-
-# --------------------------------------------------------------------------------------------- regions, after autograd
-
-
-@dataclass
-class _Plan:
-    """Who runs what: for each operation an index into ``executors``, and where regions must start anew."""
-
-    executors: list[FusionExecutor]
-    choice: dict[fx.Node, int]
-    cuts: set[fx.Node] = field(default_factory=set)
-    pushed: bool = False
-
-    def executor(self, node: fx.Node) -> Optional[FusionExecutor]:
-        index = self.choice.get(node, len(self.executors))
-        return self.executors[index] if index < len(self.executors) else None
-
-    def regions(self, graph: fx.Graph) -> list[tuple[FusionExecutor, list[fx.Node]]]:
-        """Runs of consecutive operations of one executor: their calls cannot form a cycle."""
-        result: list[tuple[FusionExecutor, list[fx.Node]]] = []
-        current: Optional[FusionExecutor] = None
-        for node in graph.nodes:
-            if node.op in ("placeholder", "get_attr", "output"):
-                continue
-            executor = self.executor(node)
-            if executor is not None and (executor is not current or node in self.cuts):
-                result.append((executor, []))
-            if executor is not None:
-                result[-1][1].append(node)
-            current = executor
-        return result
+    executor: str
+    compile: Callable[[fx.GraphModule], Callable]
 
 
 def dispatch(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    *,
-    stage: str,
-    executors: Sequence[Executor],
-    program: Program,
-    on_error: str,
-    whole: Optional[tuple[str, Callable[[fx.GraphModule], Callable]]],
-    trace: Trace,
+    trace: Trace, executors: Sequence[Executor], program: Program, on_error: OnError, whole: Optional[Whole]
 ) -> Callable:
     """Compile one ATen program.
 
     Args:
-        gm: The program; an executor may edit it.
-        inputs: Fake inputs.
-        stage: ``"forward"`` or ``"backward"``.
+        trace: The program; an executor may edit it.
         executors: By priority.
         program: Receives the operation counts, claims, fallbacks and the final trace.
         on_error: See :class:`~lightning_thunder_strategy.compiler.config.CompileConfig`.
-        whole: The executor that can take the program whole, and how.
-        trace: The live trace of ``gm``.
+        whole: If an executor can take the program whole.
 
     Returns:
         A function of one list.
     """
-    plan = _plan(gm.graph, executors, program.claims)
-    operations = [node for node in gm.graph.nodes if _is_operation(node)]
-    if not plan.executors:
-        program.executors[_EAGER] += len(operations)
-        final = Trace(
-            f"final {stage}", gm, trace._origins, notes=dict.fromkeys(operations, _EAGER), outputs=trace.outputs
-        )
-        program.traces.append(final.snapshot("after dispatch"))
-        return _torch_compat.boxed(gm)
-
-    original = _copy(gm)
-    takers = {plan.executor(node) for node in gm.graph.nodes if node.op == "call_function"}
-    if whole is not None and {executor.name if executor else None for executor in takers} <= {whole[0]}:
-        everything = [node for node in original.graph.nodes if node.op == "call_function"]
-        final, _ = _assemble(original, [(f"{whole[0]}_{stage}", everything)], None)
-        record = _final_record(stage, final, trace, {})
-        try:
-            compiled = whole[1](gm)
-        except Exception as error:
-            if on_error == "raise":
-                raise
-            program.fallbacks.append(Fallback(f"the whole {stage}", whole[0], first_line(error)))
-        else:
-            program.executors[whole[0]] += len(operations)
-            program.traces.append(record)
-            return compiled
-        plan = _plan(original.graph, executors, [])
-        _push_suspects(plan, list(original.graph.nodes))
-    return _dispatch_regions(original, stage, plan, program, on_error, trace)
+    return _Dispatch(trace, executors, program, on_error).run(whole)
 
 
-def _plan(graph: fx.Graph, executors: Sequence[Executor], claims: list[Claim]) -> _Plan:
-    fusers = [executor for executor in executors if isinstance(executor, FusionExecutor)]
-    plan = _Plan(fusers, {})
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-            plan.choice[node] = plan.choice.get(node.args[0], len(fusers))
-            continue
-        index = 0
-        while index < len(fusers) and (reason := fusers[index].supports(node)) is not None:
-            claims.append(Claim(operation_name(node), fusers[index].name, False, reason))
-            index += 1
-        plan.choice[node] = index
-    return plan
+@dataclass(eq=False)
+class _Part:
+    """One operation with what takes parts of its result, and the executors that could not take it."""
+
+    operation: fx.Node
+    nodes: list[fx.Node]
+    executor: int = 0  # index by priority; one more than the last is eager
+    starts_region: bool = False
 
 
-def _dispatch_regions(
-    gm: fx.GraphModule, stage: str, plan: _Plan, program: Program, on_error: str, trace: Trace
-) -> Callable:
-    """Compile region by region. What an executor fails on is halved until the failing operation is found; that one
-    goes to the next executor."""
-    compiled: dict[tuple[FusionExecutor, tuple[fx.Node, ...]], Callable] = {}
-    errors: list[Fallback] = []
-    while True:
-        failed = False
-        for executor, nodes in plan.regions(gm.graph):
-            key = (executor, tuple(nodes))
-            if key in compiled:
-                continue
-            region, inputs = _extract(gm, nodes)
+@dataclass(eq=False)
+class _Region:
+    executor: int
+    parts: list[_Part] = field(default_factory=list)
+
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        return tuple(node for part in self.parts for node in part.nodes)
+
+
+class _Dispatch:
+    def __init__(self, trace: Trace, executors: Sequence[Executor], program: Program, on_error: OnError) -> None:
+        self._trace = trace
+        self._stage = trace.stage
+        self._origins = [trace.origin(node) for node in trace.graph.find_nodes(op="placeholder")]
+        self._outputs = trace.outputs
+        self._program = program
+        self._on_error = on_error
+        self._fusers = [executor for executor in executors if isinstance(executor, FusionExecutor)]
+        self._failures: dict[tuple[str, str], list[str]] = {}  # operation and executor to errors
+        self._halved: dict[str, Fallback] = {}  # by executor, the first region that it could not compile at once
+        self._compiled: dict[tuple[int, tuple[fx.Node, ...]], Callable] = {}
+
+    def run(self, whole: Optional[Whole]) -> Callable:
+        gm = self._trace.graph_module
+        assert gm is not None
+        spare = copy_program(gm)
+        keep_parts_together(spare.graph)
+        program = self._plan(spare.graph)
+        failure: Optional[BaseException] = None
+        if whole is not None and {self._name(part.executor) for part in program} <= {whole.executor}:
+            region = _Region(self._names().index(whole.executor), program)
+            record = self._record(spare, [region])
             try:
-                with _torch_compat.no_node_metadata():
-                    compiled[key] = executor.fuse(_copy(region), inputs)
+                compiled = whole.compile(gm)
             except Exception as error:
-                if on_error == "raise":
+                if self._on_error == "raise":
                     raise
-                failed = True
-                _after_failure(plan, executor, nodes, error, errors, stage)
-        if not failed:
-            break
-    regions = plan.regions(gm.graph)
-    labelled = [(f"{executor.name}_{stage}_{index}", nodes) for index, (executor, nodes) in enumerate(regions)]
-    notes = {}
-    for executor, nodes in regions:
-        program.executors[executor.name] += sum(map(_is_operation, nodes))
-    inside = {node for _, nodes in regions for node in nodes}
-    eager = [node for node in gm.graph.nodes if _is_operation(node) and node not in inside]
-    program.executors[_EAGER] += len(eager)
-    final, copies = _assemble(gm, labelled, None)
-    notes = {copies[node]: node.meta.get("lts_executor", _EAGER) for node in eager}
-    program.traces.append(_final_record(stage, final, trace, notes))
-    if errors:
-        program.fallbacks.extend(errors)
-        described = "; ".join(f"{item.executor} on {item.region}: {item.error}" for item in errors)
-        warn(f"Some of the {stage} could not be compiled and runs with the next executor. {described}")
-    elif program.fallbacks:
-        first = program.fallbacks[-1]
-        warn(f"{first.executor} could not compile {first.region} at once ({first.error}); it runs in regions.")
-    calls = {label: compiled[(executor, tuple(nodes))] for (label, _), (executor, nodes) in zip(labelled, regions)}
-    runnable, _ = _assemble(gm, labelled, calls)
-    return _restrided_outputs(_torch_compat.boxed(runnable), gm.graph)
+                failure = error
+            else:
+                self._program.executors[whole.executor] += len(program)
+                self._program.traces.append(record)
+                return compiled
+        return self._run_regions(spare, program, failure)
 
+    # -------------------------------------------------------------------------------------------------------- plan
 
-def _after_failure(
-    plan: _Plan, executor: FusionExecutor, nodes: list[fx.Node], error: Exception, errors: list[Fallback], stage: str
-) -> None:
-    if _push_suspects(plan, nodes):
-        return
-    if len(nodes) > 1:
-        plan.cuts.add(nodes[len(nodes) // 2])
-        return
-    errors.append(Fallback(f"{operation_name(nodes[0])} in the {stage}", executor.name, first_line(error)))
-    plan.choice[nodes[0]] += 1
+    def _names(self) -> list[str]:
+        return [executor.name for executor in self._fusers]
 
+    def _name(self, index: int) -> str:
+        return self._fusers[index].name if index < len(self._fusers) else _EAGER
 
-def _push_suspects(plan: _Plan, nodes: Sequence[fx.Node]) -> bool:
-    """Attention is what fusers fail on most: let the next executor have it before halving regions. Only once."""
-    if plan.pushed:
-        return False
-    plan.pushed = True
-    suspects = [node for node in nodes if "attention" in str(node.target) and node in plan.choice]
-    for node in suspects:
-        plan.choice[node] += 1
-        for user in node.users:
-            if user.target is operator.getitem:
-                plan.choice[user] = plan.choice[node]
-    return bool(suspects)
+    def _plan(self, graph: fx.Graph) -> list[_Part]:
+        """Each operation goes to the first executor that supports it."""
+        result = []
+        for node in filter(is_operation, graph.nodes):
+            part = _Part(node, [node, *parts(node)])
+            self._choose(part)
+            result.append(part)
+        return result
 
+    def _choose(self, part: _Part) -> None:
+        while part.executor < len(self._fusers):
+            executor = self._fusers[part.executor]
+            reason = executor.supports(part.operation)
+            if reason is None:
+                return
+            self._program.claims.append(Claim(operation_name(part.operation), executor.name, False, reason))
+            part.executor += 1
 
-# ------------------------------------------------------------------------------------------------------ graph surgery
+    def _regions(self, program: Sequence[_Part]) -> list[_Region]:
+        """Runs of consecutive operations of one executor: their calls cannot form a cycle."""
+        result: list[_Region] = []
+        current = -1
+        for part in program:
+            if part.executor != current or part.starts_region:
+                result.append(_Region(part.executor))
+            result[-1].parts.append(part)
+            current = part.executor
+        return [region for region in result if region.executor < len(self._fusers)]
 
+    # ----------------------------------------------------------------------------------------------------- regions
 
-def _is_operation(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is not operator.getitem
+    def _run_regions(self, gm: fx.GraphModule, program: list[_Part], whole: Optional[BaseException]) -> Callable:
+        """Compile region by region. What an executor fails on is halved until the failing operation is found; that
+        one goes to the next executor."""
+        for part in program:
+            if _edits(part.operation):
+                part.executor = len(self._fusers)
+        if whole is not None:
+            self._halve(_Region(0, program), whole)
+            self._blame_attention(gm, program)
+        while self._compile_regions(gm, self._regions(program)):
+            pass
+        regions = self._regions(program)
+        self._program.traces.append(self._record(gm, regions))
+        inside = {part for region in regions for part in region.parts}
+        for part in program:
+            name = self._name(part.executor) if part in inside else claimed_by(part.operation)
+            self._program.executors[name] += 1
+        self._warn()
+        if not regions:
+            return _torch_compat.boxed(gm)
 
+        functions = {region.nodes: self._compiled[region.executor, region.nodes] for region in regions}
 
-def _copy(gm: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(gm.graph, values)
-    made = graph.output(output)
-    made.meta = dict(next(iter(reversed(gm.graph.nodes))).meta)
-    copy = fx.GraphModule(gm, graph)
-    copy.meta = dict(gm.meta)
-    return copy
+        def call_of(label: str, nodes: Sequence[fx.Node]) -> nn.Module:
+            inputs, outputs = ([node_value(node) for node in found(nodes)] for found in (region_inputs, region_outputs))
+            return CompiledRegion(functions[tuple(nodes)], inputs, outputs)
 
+        runnable, _ = assemble(gm, self._labelled(regions), call_of)
+        return _torch_compat.boxed(runnable)
 
-copy_program = _copy
+    def _compile_regions(self, gm: fx.GraphModule, regions: Sequence[_Region]) -> int:
+        """How many could not be compiled as they are: the plan has changed."""
+        return sum(not self._compile(gm, region) for region in regions)
 
+    def _compile(self, gm: fx.GraphModule, region: _Region) -> bool:
+        """Compile a region, or change the plan so that it is compiled otherwise."""
+        key = (region.executor, region.nodes)
+        if key in self._compiled:
+            return True
+        try:
+            self._compiled[key] = self._fuse(gm, region)
+        except Exception as error:
+            if self._on_error == "raise":
+                raise
+            if len(region.parts) > 1:
+                self._halve(region, error)
+                region.parts[len(region.parts) // 2].starts_region = True
+            else:
+                self._pass_on(region.parts[0], error)
+            return False
+        return True
 
-def _extract(gm: fx.GraphModule, nodes: list[fx.Node]) -> tuple[fx.GraphModule, list[Any]]:
-    """Some consecutive operations as a program of their own, and the fake values of its inputs."""
-    graph = fx.Graph()
-    values: dict[fx.Node, fx.Node] = {}
-    inside = set(nodes)
-    inputs = _region_inputs(nodes)
-    for node in inputs:
-        values[node] = graph.placeholder(node.name)
-        values[node].meta = dict(node.meta)
-    for node in nodes:
-        values[node] = graph.node_copy(node, values.__getitem__)
-    outputs = _region_outputs(nodes, inside)
-    made = graph.output(tuple(values[node] for node in outputs))
-    made.meta["user_visible_output_idxs"] = list(range(len(outputs)))
-    return fx.GraphModule(gm, graph), [node_value(node) for node in inputs]
+    def _fuse(self, gm: fx.GraphModule, region: _Region) -> Callable:
+        extracted, inputs = extract(gm, region.nodes)
+        with _torch_compat.no_node_metadata():
+            return self._fusers[region.executor].fuse(extracted, inputs)
 
+    def _halve(self, region: _Region, error: BaseException) -> None:
+        executor, count = self._name(region.executor), len(region.parts)
+        found = Fallback(f"{count} operations of the {self._stage} at once", executor, first_line(error))
+        self._halved.setdefault(executor, found)
 
-def _region_inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    inside = set(nodes)
-    return list(dict.fromkeys(used for node in nodes for used in node.all_input_nodes if used not in inside))
+    def _pass_on(self, part: _Part, error: Exception) -> None:
+        """Let the next executor have an operation."""
+        key = (operation_name(part.operation), self._name(part.executor))
+        self._failures.setdefault(key, []).append(first_line(error))
+        part.executor += 1
+        self._choose(part)
 
+    def _blame_attention(self, gm: fx.GraphModule, program: Sequence[_Part]) -> None:
+        """Executors fail on attention most. Trying it alone first is cheaper than halving the program."""
+        outcomes: dict[tuple, Optional[Exception]] = {}
+        for part in program:
+            if "attention" not in str(part.operation.target) or part.executor == len(self._fusers):
+                continue
+            values = [node_value(node) for node in part.operation.all_input_nodes]
+            key = (part.executor, part.operation.target, *map(str, values), str(part.operation.kwargs))
+            if key not in outcomes:
+                try:
+                    self._fuse(gm, _Region(part.executor, [part]))
+                except Exception as error:
+                    outcomes[key] = error
+                else:
+                    outcomes[key] = None
+            error = outcomes[key]
+            if error is not None:
+                self._pass_on(part, error)
 
-def _region_outputs(nodes: Sequence[fx.Node], inside: set[fx.Node]) -> list[fx.Node]:
-    return [node for node in nodes if any(user not in inside for user in node.users)]
+    # ------------------------------------------------------------------------------------------------------ record
 
+    def _warn(self) -> None:
+        """One warning for each program: the operations that failed, or what compiles only in smaller pieces."""
+        messages = []
+        for (name, executor), errors in self._failures.items():
+            times = f" ({len(errors)} times)" if len(errors) > 1 else ""
+            fallback = Fallback(f"{name}{times} in the {self._stage}", executor, errors[0])
+            self._program.fallbacks.append(fallback)
+            if (name, executor) not in self._program.warned:
+                messages.append(
+                    f"{executor} could not compile {fallback.region}, which the next executor runs: {errors[0]}"
+                )
+            self._program.warned.add((name, executor))
+        explained = {executor for _, executor in self._failures}
+        for executor, fallback in self._halved.items():
+            if executor not in explained:
+                self._program.fallbacks.append(fallback)
+                messages.append(
+                    f"{executor} could not compile {fallback.region} and does it in pieces: {fallback.error}"
+                )
+        if messages:
+            warn(". ".join(messages))
 
-class _CompiledRegion(nn.Module):
-    """Calls a compiled region; inputs whose strides are not the traced ones are copied into those first."""
-
-    def __init__(self, function: Callable[[list], Sequence[Any]], inputs: Sequence[Any]) -> None:
-        super().__init__()
-        self.function = function
-        self.strides = [_static_stride(value) for value in inputs]
-
-    def forward(self, *args: Any) -> Any:
-        return self.function([_restride(value, stride) for value, stride in zip(args, self.strides)])
-
-
-def _assemble(
-    gm: fx.GraphModule, regions: Sequence[tuple[str, list[fx.Node]]], calls: Optional[dict[str, Callable]]
-) -> tuple[fx.GraphModule, dict[fx.Node, fx.Node]]:
-    """The program with each region as one call: of its compiled function, or without ``calls`` of its own program."""
-    starts = {nodes[0]: (label, nodes) for label, nodes in regions if nodes}
-    inside = {node for _, nodes in regions for node in nodes}
-    graph, values, modules = fx.Graph(), {}, {}
-    for node in gm.graph.nodes:
-        if node in starts:
-            label, nodes = starts[node]
-            program, fakes = _extract(gm, nodes)
-            modules[label] = program if calls is None else _CompiledRegion(calls[label], fakes)
-            outputs = _region_outputs(nodes, set(nodes))
-            call = graph.call_module(label, tuple(values[used] for used in _region_inputs(nodes)))
-            call.meta["val"] = tuple(node_value(output) for output in outputs)
-            for index, output in enumerate(outputs):
-                values[output] = graph.call_function(operator.getitem, (call, index))
-                values[output].meta = dict(output.meta)
-                values[output].name = output.name
-        if node not in inside:
-            values[node] = graph.node_copy(node, values.__getitem__)
-            if node.op == "output":
-                values[node].meta = dict(node.meta)
-    attributes = {node.target: _get(gm, node.target) for node in gm.graph.find_nodes(op="get_attr")}
-    return fx.GraphModule({**attributes, **modules}, graph), values
-
-
-def _get(gm: fx.GraphModule, target: Any) -> Any:
-    value: Any = gm
-    for part in str(target).split("."):
-        value = getattr(value, part)
-    return value
-
-
-def _static_stride(value: Any) -> Optional[tuple[int, ...]]:
-    if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
-        return None
-    stride = tuple(value.stride())
-    return stride if all(isinstance(item, int) for item in stride) else None
-
-
-def _restride(value: Any, stride: Optional[tuple[int, ...]]) -> Any:
-    if stride is None or value.stride() == stride:
-        return value
-    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device).copy_(value)
-
-
-def _restrided_outputs(function: Callable, graph: fx.Graph) -> Callable:
-    """Give every output the traced strides: the backward was compiled for those."""
-    outputs = next(iter(reversed(graph.nodes))).args[0]
-    strides = [_static_stride(node_value(node)) if isinstance(node, fx.Node) else None for node in outputs]
-
-    def call(args: list) -> list:
-        results = function(args)
+    def _labelled(self, regions: Sequence[_Region]) -> list[tuple[str, tuple[fx.Node, ...]]]:
+        alone = len(regions) == 1
         return [
-            _restride(value, stride) if isinstance(value, torch.Tensor) else value
-            for value, stride in zip(results, strides)
+            (f"{self._name(region.executor)}_{self._stage}{'' if alone else f'_{index}'}", region.nodes)
+            for index, region in enumerate(regions)
         ]
 
-    call._boxed_call = True  # type: ignore[attr-defined]
-    return call
+    def _record(self, gm: fx.GraphModule, regions: Sequence[_Region]) -> Trace:
+        """The final trace: who runs each statement."""
+        inputs = zip(gm.graph.find_nodes(op="placeholder"), self._origins)
+        origins = {node: origin for node, origin in inputs if origin is not None}
+        names = {node: origin.name for node, origin in origins.items()}
+        executors = {region.nodes: self._name(region.executor) for region in regions}
+
+        def program_of(label: str, nodes: Sequence[fx.Node]) -> nn.Module:
+            extracted, _ = extract(gm, nodes, names)
+            extracted.meta["lts_executor"] = executors[tuple(nodes)]
+            return extracted
+
+        final, copies = assemble(gm, self._labelled(regions), program_of)
+        known = {copies[node]: origin for node, origin in origins.items()}
+        inside = {node for region in regions for node in region.nodes}
+        outside = (node for node in gm.graph.nodes if is_operation(node) and node not in inside)
+        notes = {copies[node]: claimed_by(node) for node in outside}
+        made = Trace(f"final {self._stage}", final, known, notes=notes, outputs=self._outputs)
+        return made.snapshot("after dispatch")
 
 
-def _final_record(stage: str, final: fx.GraphModule, trace: Trace, notes: dict[fx.Node, str]) -> Trace:
-    """The final trace: who runs each statement. Its inputs are those of ``trace``."""
-    before = trace.graph.find_nodes(op="placeholder")
-    after = final.graph.find_nodes(op="placeholder")
-    origins = {new: origin for old, new in zip(before, after) if (origin := trace.origin(old)) is not None}
-    return Trace(f"final {stage}", final, origins, notes=notes, outputs=trace.outputs).snapshot("after dispatch")
+def _edits(node: fx.Node) -> bool:
+    """Whether an operation edits its inputs. Regions are free of such effects."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

@@ -168,7 +168,9 @@ class _Emitter:
         """The name of the function that a nested program is printed as."""
         if id(gm) not in self._function_names:
             self._function_names[id(gm)] = unique = self.expressions.unique(identifier(name))
-            self.functions.append(self._function(unique, gm, Notes())[0])
+            runner = gm.meta.get("lts_executor")
+            operations = [node for node in gm.graph.nodes if node.op == "call_function"] if runner else []
+            self.functions.append(self._function(unique, gm, Notes(operations=dict.fromkeys(operations, runner)))[0])
         return self._function_names[id(gm)]
 
     # ----------------------------------------------------------------------------------------------- expressions

@@ -2,23 +2,55 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_thunder_strategy.compiler import _torch_compat, cache, events
+from lightning_thunder_strategy.compiler.claims import claim_operators
 from lightning_thunder_strategy.compiler.config import CompileConfig
-from lightning_thunder_strategy.compiler.differentiate import Differentiation
-from lightning_thunder_strategy.compiler.dispatch import claim_operators, copy_program
+from lightning_thunder_strategy.compiler.differentiate import Differentiation, run_pass
 from lightning_thunder_strategy.compiler.report import Fallback, Program, Record, active_record, warn
+from lightning_thunder_strategy.compiler.surgery import copy_program
 from lightning_thunder_strategy.compiler.trace import Origin, Trace
 from lightning_thunder_strategy.compiler.transform import ProgramRefusedError, Transform
 from lightning_thunder_strategy.executors.base import Executor
 
-Agreement = Callable[[Record, Program, Optional[BaseException]], bool]
-"""Asks the other ranks whether a compiled program may be run. ``False``: every rank runs its graph eagerly."""
+
+class Agreement(Protocol):
+    """Makes sure that all ranks run the same programs."""
+
+    def __call__(
+        self, record: Record, program: Program, graph: fx.GraphModule, failure: Optional[BaseException]
+    ) -> bool:
+        """Whether a compiled program may be run. ``False``: every rank runs the graph as it was read."""
+
+    def refused(self, record: Record, graph: fx.GraphModule) -> None:
+        """This rank is about to raise an error instead of running the graph."""
+
+    def guarded(
+        self,
+        record: Record,
+        program: Program,
+        graph: fx.GraphModule,
+        parameters: Mapping[fx.Node, str],
+        compiled: Optional[Callable],
+    ) -> Callable:
+        """What is run instead of ``compiled``, or of the graph as it was read."""
+
+
+class Refusal(BaseException):
+    """Carries an error of ours past Dynamo, which would otherwise run the function eagerly or wrap the error.
+
+    Attributes:
+        error: What the caller of the function is to see.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 class Pipeline:
@@ -29,7 +61,7 @@ class Pipeline:
         transforms: Passes, in order.
         config: Options.
         modules: Modules whose parameters and buffers have names worth printing, by prefix.
-        agree: See :data:`Agreement`; ``None`` on one process.
+        agree: See :class:`Agreement`; ``None`` on one process.
     """
 
     def __init__(
@@ -50,7 +82,17 @@ class Pipeline:
         self.cache_key = cache.pipeline_key([*parts, repr(config)])
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        try:
+            return self._run(gm, example_inputs)
+        except _torch_compat.control_flow_errors():
+            raise
+        except Exception as error:
+            raise Refusal(error) from error
+
+    def _run(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
         entered = time.perf_counter()
+        if self.config.cudagraphs and not any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
+            raise ValueError("cudagraphs=True needs CUDA tensors, and this program has none: set cudagraphs=False.")
         if self.prepare is not None:
             self.prepare(gm)
         record = active_record() or Record("function")
@@ -66,6 +108,8 @@ class Pipeline:
             record.programs.remove(program)  # Dynamo reads the function again
             raise
         except ProgramRefusedError:
+            if self._agree is not None:
+                self._agree.refused(record, original)
             raise
         except Exception as error:
             if self.config.on_error == "raise" and self._agree is None:
@@ -74,17 +118,22 @@ class Pipeline:
         program.seconds["differentiate"] = max(
             0.0, time.perf_counter() - entered - program.seconds["dispatch"] - program.seconds["transform"]
         )
-        agreed = self._agree(record, program, failure) if self._agree is not None else True
+        agreed = self._agree(record, program, original, failure) if self._agree is not None else True
         if failure is not None and self.config.on_error == "raise":
             raise failure
-        if compiled is not None and agreed:
-            return compiled
-        return self._eager(record, program, original, failure)
+        _torch_compat.eager_checkpoints(original)
+        if compiled is None or not agreed:
+            self._eager(record, program, original, failure)
+            compiled = None
+        if self._agree is not None:
+            names = {node: origin.name for node, origin in self._origins(original, example_inputs).items()}
+            return self._agree.guarded(record, program, original, names, compiled)
+        return original.forward if compiled is None else compiled
 
     def _eager(
         self, record: Record, program: Program, original: fx.GraphModule, failure: Optional[BaseException]
-    ) -> Callable:
-        """Run the acquired graph as it is: autograd, hooks and collectives work as in eager PyTorch."""
+    ) -> None:
+        """The acquired graph runs as it is: autograd, hooks and collectives work as in eager PyTorch."""
         program.executors.clear()
         program.executors["eager"] = sum(node.op in ("call_function", "call_method") for node in original.graph.nodes)
         program.collectives = {"forward": [], "backward": []}
@@ -93,12 +142,8 @@ class Pipeline:
             names = ", ".join(executor.name for executor in self.executors[:-1]) or "eager"
             program.fallbacks.append(Fallback(f"one graph of {record.name}", names, reason))
             warn(f"{record.name}: one graph could not be compiled and runs eagerly ({names}: {reason}).")
-        _torch_compat.eager_checkpoints(original)
-        return original.forward
 
     def _compile(self, program: Program, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
-        if self.config.cudagraphs and not any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
-            raise ValueError("cudagraphs=True needs CUDA tensors, and this program has none: set cudagraphs=False.")
         origins = self._origins(gm, example_inputs)
         trace = Trace("acquired", gm, origins)
         program.traces.append(trace.snapshot("as read by TorchDynamo"))
@@ -131,14 +176,8 @@ class Pipeline:
 
     def _acquired_passes(self, trace: Trace, program: Program) -> dict[str, str]:
         for transform in self.transforms:
-            if type(transform).acquired is Transform.acquired:
-                continue
-            started = time.perf_counter()
-            transform.acquired(trace)
-            trace.graph.lint()
-            seconds = time.perf_counter() - started
-            program.seconds["transform"] += seconds
-            program.traces.append(trace.snapshot(f"after {transform.name}, {1e3 * seconds:.1f} ms"))
+            if type(transform).acquired is not Transform.acquired:
+                run_pass(program, transform, lambda t: t.acquired(trace), [trace])
         functions = claim_operators(trace, self.executors, program.claims)
         if functions:
             program.traces.append(trace.snapshot("after operator claims"))

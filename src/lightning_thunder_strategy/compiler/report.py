@@ -76,6 +76,7 @@ class Program:
     fallbacks: list[Fallback] = field(default_factory=list)
     from_cache: bool = False
     function: Optional[int] = None
+    warned: set[tuple[str, str]] = field(default_factory=set)  # operation and executor: the backward is compiled later
 
     @property
     def has_backward(self) -> bool:

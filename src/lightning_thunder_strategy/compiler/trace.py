@@ -234,14 +234,6 @@ class Trace:
         )
 
 
-def _hint(size: Any) -> int:
-    """The value a symbolic size had when it was compiled."""
-    if isinstance(size, int):
-        return size
-    hint = getattr(getattr(size, "node", None), "hint", None)
-    return int(hint) if hint is not None else 1
-
-
 def _describe(name: str, origin: Origin, value: Any, differentiable: bool) -> TraceInput:
     if isinstance(value, torch.Tensor):
         layout = None
@@ -253,15 +245,17 @@ def _describe(name: str, origin: Origin, value: Any, differentiable: bool) -> Tr
             origin.kind,
             origin.origin,
             type_text(value),
-            tuple(_hint(size) for size in value.shape),
-            tuple(_hint(stride) for stride in value.stride()) if value.layout == torch.strided else None,
+            tuple(_torch_compat.size_hint(size) for size in value.shape),
+            tuple(_torch_compat.size_hint(stride) for stride in value.stride())
+            if value.layout == torch.strided
+            else None,
             str(value.dtype),
             str(value.device),
             differentiable and value.requires_grad,
             layout=layout,
         )
     if isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        number = value if isinstance(value, (int, float, bool)) else _hint(value)
+        number = value if isinstance(value, (int, float, bool)) else _torch_compat.size_hint(value)
         return TraceInput(name, "integer", origin.origin, type_text(value), value=number)
     value = _torch_compat.real_object(value)
     expression = mesh_expression(value) if isinstance(value, DeviceMesh) else origin.origin

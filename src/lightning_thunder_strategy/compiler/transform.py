@@ -14,6 +14,13 @@ class ProgramRefusedError(RuntimeError):
     """What a pass raises for a program that must not run at all, compiled or not. Never a reason to fall back."""
 
 
+class TransformError(ProgramRefusedError):
+    """A pass failed. The program without it may be another one than was asked for, so it does not run."""
+
+    def __init__(self, transform: "Transform", stage: str, error: Exception) -> None:
+        super().__init__(f"The pass {transform.name} failed on the {stage} program: {type(error).__name__}: {error}")
+
+
 class Transform:
     """A pass with one job. Override the hooks it needs and edit the trace's ``graph_module`` in place.
 

@@ -22,6 +22,4 @@ class InductorExecutor(FusionExecutor):
         return None
 
     def fuse(self, region: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list], Sequence[Any]]:
-        compiled, strides = _torch_compat.inductor_compile_region(region, inputs)
-        compiled.lts_output_strides = strides  # type: ignore[attr-defined]
-        return compiled
+        return _torch_compat.inductor_compile_region(region, inputs)

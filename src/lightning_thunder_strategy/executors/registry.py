@@ -54,6 +54,11 @@ def resolve(executors: Union[str, Sequence[Union[str, Executor]]]) -> tuple[Exec
                 f'executors={executors!r} is not allowed: give "auto" or a list of names, such as ["inductor"].'
             )
         executors = ["inductor"] if InductorExecutor().unavailable() is None else []
+    if not isinstance(executors, Sequence) or not all(isinstance(item, (str, Executor)) for item in executors):
+        raise ValueError(
+            f'executors={executors!r} is not allowed: give "auto" or a list of names and instances of Executor. '
+            f"Known here:\n{_table()}"
+        )
     result: list[Executor] = []
     for item in executors:
         executor = item if isinstance(item, Executor) else _by_name(item)
