@@ -44,6 +44,7 @@ class CompiledStepsStrategy(Strategy):
         self._records: dict[str, Record] = {}
         self._shared: Optional[tuple[StepRecorder, OpaqueMachinery]] = None
         self._connected: Optional[pl.LightningModule] = None  # what steps and records belong to
+        self._stage = ""  # "training", "validation", "test" or "predict"
         self._example_batch: Any = None
 
     @property
@@ -115,7 +116,7 @@ class CompiledStepsStrategy(Strategy):
     def teardown(self) -> None:
         module = self.lightning_module
         if module is not None:
-            if self._engine.options.report and self.is_global_zero and "training_step" in self._records:
+            if self._engine.options.report and self.is_global_zero and self._stage == "training":
                 from rich.console import Console
 
                 Console().print(self.report())
