@@ -276,7 +276,9 @@ EDITS: dict[str, Callable[[Any], Any]] = {
 def check_edits_in_a_compiled_step_are_refused() -> None:
     for name, edit in EDITS.items():
         try:
-            _raises(LostEditError, lambda edit=edit: fit(thunder("zero3"), Editing(edit), vectors(), **SHORT), "in place")
+            _raises(
+                LostEditError, lambda edit=edit: fit(thunder("zero3"), Editing(edit), vectors(), **SHORT), "in place"
+            )
         except AssertionError as error:
             raise AssertionError(f"{name}: {error}") from error
 

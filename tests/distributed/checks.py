@@ -35,7 +35,9 @@ class Group:
     def assert_passed(self, check: str, request: pytest.FixtureRequest) -> None:
         """Assert that ``check`` passed on every rank."""
         if self._results is None:
-            selected = [item.callspec.params["check"] for item in request.session.items if _same_test(item, request.node)]
+            selected = [
+                item.callspec.params["check"] for item in request.session.items if _same_test(item, request.node)
+            ]
             self._results = run_ranks(*selected, check=False, **self._options)
         failures = [f"rank {rank}:\n{text}" for rank, text in enumerate(self._results[check]) if text is not None]
         assert not failures, "\n".join(failures)

@@ -206,7 +206,9 @@ class OddShapes(Regression):
 
     def __init__(self) -> None:
         super().__init__(
-            nn.Sequential(nn.Linear(WIDTH, 13), nn.Tanh(), nn.Linear(13, 19), nn.Tanh(), nn.Linear(19, 3), nn.Linear(3, 1))
+            nn.Sequential(
+                nn.Linear(WIDTH, 13), nn.Tanh(), nn.Linear(13, 19), nn.Tanh(), nn.Linear(19, 3), nn.Linear(3, 1)
+            )
         )
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.shift = nn.Parameter(torch.ones(1, 1))
@@ -246,7 +248,9 @@ class Lists(Base):
     def __init__(self) -> None:
         super().__init__()
         self.weights = nn.ParameterList([nn.Parameter(torch.eye(WIDTH) * 0.5 + i / 10) for i in range(3)])
-        self.named = nn.ParameterDict({"bias": nn.Parameter(torch.ones(WIDTH)), "last": nn.Parameter(torch.ones(WIDTH))})
+        self.named = nn.ParameterDict(
+            {"bias": nn.Parameter(torch.ones(WIDTH)), "last": nn.Parameter(torch.ones(WIDTH))}
+        )
 
     def loss(self, batch: Any) -> Tensor:
         x, y = batch

@@ -64,7 +64,9 @@ def check_own_batch_statistics_on_each_rank() -> None:
 
 
 check_without_randomness = _equals("smooth", "ddp", "fsdp2", "alone")
-check_litgpt = _equals("litgpt", "ddp", "fsdp2", "alone", kinds=("ddp", "zero3"), validate=False, alone=NORMS_IN_FLOAT32)
+check_litgpt = _equals(
+    "litgpt", "ddp", "fsdp2", "alone", kinds=("ddp", "zero3"), validate=False, alone=NORMS_IN_FLOAT32
+)
 check_litgpt_tied = _equals(
     "litgpt_tied", "ddp", "fsdp2", "alone", kinds=("zero2",), validate=False, alone=NORMS_IN_FLOAT32
 )

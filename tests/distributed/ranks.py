@@ -22,7 +22,11 @@ class RanksFailed(AssertionError):
 
 
 def run_ranks(
-    *scenarios: str, world_size: int = 2, timeout: float = 240, check: bool = True, env: Optional[dict] = None,
+    *scenarios: str,
+    world_size: int = 2,
+    timeout: float = 240,
+    check: bool = True,
+    env: Optional[dict] = None,
     patience: float = 60,
 ) -> dict[str, list[Any]]:
     """Run scenarios one after another in one group of processes.
@@ -107,9 +111,9 @@ def _main(folder: str, scenarios: Sequence[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    failed = True  # the process group is made anew after a failure
+    failed = False
     for index, scenario in enumerate(scenarios):
-        if failed:
+        if failed or not torch.distributed.is_initialized():  # a scenario may leave the process group destroyed
             _connect(os.environ["RANKS_PORTS"].split(",")[index])
         module, function = scenario.split(":")
         started = time.perf_counter()
@@ -120,7 +124,8 @@ def _main(folder: str, scenarios: Sequence[str]) -> None:
             outcome = ("error", traceback.format_exc())
         print(f"{scenario}: {outcome[0]} in {time.perf_counter() - started:.1f} s", flush=True)
         failed = _exchange(Path(folder), index, outcome)
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _connect(port: str) -> None:

@@ -36,7 +36,9 @@ class Deep(Regression):
 
     def __init__(self) -> None:
         super().__init__(
-            nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+            nn.Sequential(
+                nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)
+            )
         )
 
 
@@ -56,7 +58,9 @@ def check_zero3_saves_no_gathered_parameter() -> None:
 
     class Wide(Regression):
         def __init__(self) -> None:
-            super().__init__(nn.Sequential(nn.Linear(6, 101), nn.Tanh(), nn.Linear(101, 103), nn.Tanh(), nn.Linear(103, 1)))
+            super().__init__(
+                nn.Sequential(nn.Linear(6, 101), nn.Tanh(), nn.Linear(101, 103), nn.Tanh(), nn.Linear(103, 1))
+            )
 
     whole_size = 101 * 103
     found = {}

@@ -107,7 +107,10 @@ def fit_fsdp2(case: str, distributed_checkpoint: bool = True, **options: Any) ->
 
 
 def fit_alone(
-    case: str, batch_size: int = 8, epochs: int = 2, before_epoch: Callable[[Base, int], None] = lambda module, epoch: None
+    case: str,
+    batch_size: int = 8,
+    epochs: int = 2,
+    before_epoch: Callable[[Base, int], None] = lambda module, epoch: None,
 ) -> Result:
     """The case in a plain loop on the batches of both ranks together, without any strategy or Lightning's loop."""
     module, data = make(case)

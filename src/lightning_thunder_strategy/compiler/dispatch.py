@@ -260,7 +260,7 @@ class _Dispatch:
                     f"{executor} could not compile {fallback.region} and does it in pieces: {fallback.error}"
                 )
         if messages:
-            warn(". ".join(messages))
+            warn(". ".join(messages), every_rank=True)  # the ranks' machines may differ
 
     def _labelled(self, regions: Sequence[_Region]) -> list[tuple[str, tuple[fx.Node, ...]]]:
         alone = len(regions) == 1

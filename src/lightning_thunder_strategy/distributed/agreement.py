@@ -1,18 +1,23 @@
-"""Ranks agree on what they run: a program with other collectives on one rank would hang all."""
+"""Ranks agree on what they run: a program with other collectives on one rank would hang all, or mix up values."""
 
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Optional
+from typing import Any, Optional
 
 import torch
+from torch import fx
+from torch.distributed.tensor import DTensor
 
 from lightning_thunder_strategy.compiler import _torch_compat
 from lightning_thunder_strategy.compiler.collectives import fingerprint
+from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.events import first_line
 from lightning_thunder_strategy.compiler.report import Program, Record, warn
 
-_EAGER = "eager"
-_SMALLER = "smaller unit"
+_EAGER = "cannot compile it"
+_SMALLER = "cannot read it as one program"
+_REFUSED = "raises an error"
 
 
 class RanksDisagreeError(RuntimeError):
@@ -24,90 +29,228 @@ class AgreedFallback(Exception):
 
 
 class Agreement:
-    """Compares decisions of all ranks through the store of the default process group, without collectives.
+    """Compares decisions of all ranks through a store, without collectives.
 
-    A program whose sequence of collectives all ranks have agreed on before is run without asking again, so a rank may
-    compile for a batch shape that only it has seen.
+    Ranks compare a program when it is compiled. One whose collectives all ranks have agreed on before is taken without
+    asking, so a rank may compile alone for a batch shape that only it has seen. As soon as a step has programs with
+    different collectives, ranks also compare which one they are about to run. If they disagree, all run the programs
+    of the step eagerly, as read from Python, and compare each use of a parameter.
 
     Args:
         timeout: How long to wait for the other ranks.
     """
 
     def __init__(self, timeout: Optional[timedelta]) -> None:
-        # The process group may be made anew for a later fit: the number keeps the keys of each agreement apart.
-        self._store = _torch_compat.default_store()
-        self._rank, self._size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self._timeout = timeout or timedelta(minutes=30)
+        self._meeting = _Meeting(timeout or timedelta(minutes=30))
         self._known: dict[str, set[str]] = {}
         self._eager: set[str] = set()
-        self._calls: dict[str, int] = {}
-        self._questions: dict[str, int] = {}
-        self._prefix = f"lts/{_next_number()}"
 
     def begin(self, name: str) -> None:
         """A call of the step ``name`` begins. Every rank counts its calls alike."""
-        self._calls[name] = self._calls.get(name, 0) + 1
-        self._questions[name] = 0
+        self._meeting.begin(name)
 
-    def __call__(self, record: Record, program: Program, failure: Optional[BaseException]) -> bool:
-        """Whether a newly compiled program may be run; ``False``: every rank runs its graph eagerly.
+    def __call__(
+        self, record: Record, program: Program, graph: fx.GraphModule, failure: Optional[BaseException]
+    ) -> bool:
+        """Whether a newly compiled program may be run; ``False``: it must run as it was read.
+
+        Args:
+            record: Of the step.
+            program: The program.
+            graph: As it was read from Python.
+            failure: Why it could not be compiled on this rank.
 
         Raises:
             AgreedFallback: If a rank could not read the step as one program.
             RanksDisagreeError: If a rank does not answer within the timeout.
         """
+        if not _communicates(graph):
+            return failure is None
         if record.name in self._eager:
             return False
         known = self._known.setdefault(record.name, set())
         vote = _EAGER if failure is not None else fingerprint(program.sequence)
         if vote in known:
             return True
-        votes = self._ask(record.name, vote)
-        if all(other == vote for other in votes) and failure is None:
+        if self._ask(record.name, vote, failure) and failure is None:
             known.add(vote)
             return True
+        return False
+
+    def refused(self, record: Record, graph: fx.GraphModule) -> None:
+        """This rank is about to raise an error instead of running ``graph``: tell the others, without waiting."""
+        if _communicates(graph):
+            self._meeting.come(record.name, _REFUSED)
+
+    def guarded(
+        self,
+        record: Record,
+        program: Program,
+        graph: fx.GraphModule,
+        parameters: Mapping[fx.Node, str],
+        compiled: Optional[Callable],
+    ) -> Callable:
+        """What runs instead of a program: it makes sure that all ranks run the same.
+
+        Args:
+            record: Of the step.
+            program: The program.
+            graph: As it was read from Python.
+            parameters: Names of the graph's inputs.
+            compiled: The compiled program, or ``None`` if it must run as it was read.
+        """
+        if not _communicates(graph):
+            return graph.forward if compiled is None else compiled
+        name, vote = record.name, fingerprint(program.sequence)
+        compare = lambda parameter: self._compare_use(name, parameter)  # noqa: E731
+        eager = _with_comparisons(graph, parameters, compare)
+
+        def run(*args: Any) -> Any:
+            if compiled is None or name in self._eager:
+                return eager(*args)
+            if len(self._known[name]) > 1 and not self._ask(name, vote, None):
+                return eager(*args)
+            return compiled(*args)
+
+        return run
+
+    def fall_back(self, name: str) -> None:
+        """This rank cannot compile the step ``name`` as a whole: the others must follow."""
+        self._meeting.compare(name, _SMALLER)
+
+    def _ask(self, name: str, vote: str, failure: Optional[BaseException]) -> bool:
+        """Whether all ranks give the same vote on the step."""
+        votes = self._meeting.compare(name, vote)
+        if votes is None:
+            return True
+        if _REFUSED in votes:
+            raise RanksDisagreeError(
+                f"{name}: ranks {[rank for rank, other in enumerate(votes) if other == _REFUSED]} raise an error while "
+                "compiling it, see there."
+            )
         if _SMALLER in votes:
             raise AgreedFallback
-        self._eager.add(record.name)
-        odd = [rank for rank, other in enumerate(votes) if other == _EAGER] or _minority(votes)
-        why = first_line(failure) if failure is not None else "their programs would issue other collectives"
+        self._eager.add(name)
+        failed = [rank for rank, other in enumerate(votes) if other == _EAGER]
+        why = (
+            f"ranks {failed} could not compile it{f' ({first_line(failure)})' if failure is not None else ''}" if failed
+            else f"the program of ranks {_minority(votes)} has other collectives than that of the others"
+        )  # fmt: skip
         warn(
-            f"{record.name}: all ranks run it eagerly, because ranks {odd} could not run the program that the others "
-            f"compiled ({why}). Give every rank the same model, options and control flow.",
+            f"{name}: all ranks run it eagerly from now on and compare each use of a parameter, which is slow, because "
+            f"{why}. Give every rank the same model, options and control flow.",
             every_rank=failure is not None,
         )
         return False
 
-    def fall_back(self, name: str) -> None:
-        """This rank cannot compile the step ``name`` as a whole: the others must follow."""
-        self._ask(name, _SMALLER)
-
-    def _ask(self, name: str, vote: str) -> list[str]:
-        self._questions[name] = self._questions.get(name, 0) + 1
-        key = f"{self._prefix}/{name}/{self._calls.get(name, 0)}/{self._questions[name]}"
-        self._store.set(f"{key}/{self._rank}", vote)
-        keys = [f"{key}/{rank}" for rank in range(self._size)]
-        try:
-            self._store.wait(keys, self._timeout)
-        except Exception as error:
-            silent = [rank for rank in range(self._size) if not self._store.check([keys[rank]])]
+    def _compare_use(self, name: str, parameter: str) -> None:
+        used = self._meeting.compare(name, f"parameter {parameter}")
+        if used is not None:
+            odd = _minority(used)
             raise RanksDisagreeError(
-                f"{name}, call {self._calls.get(name, 0)}: rank {self._rank} has compiled a new program ({vote}), and "
-                f"ranks {silent} did not within {self._timeout.total_seconds():.0f} s. They run another program, or "
-                "have ended. Every rank must take the same path through the step."
+                f"{name}: ranks do not use the same parameters in the same order: ranks {odd} use "
+                f"{used[odd[0]]!r} where rank {next(r for r in range(len(used)) if r not in odd)} uses "
+                f"{next(u for r, u in enumerate(used) if r not in odd)!r}. Every rank must take the same path through "
+                "the step: multiply what a rank does not need by zero instead of leaving it out."
+            )
+
+
+class _Meeting:
+    """Compares a value of each rank at each of a sequence of points that all ranks pass in the same order."""
+
+    def __init__(self, timeout: timedelta) -> None:
+        self._store = _torch_compat.default_store()
+        self._rank, self._size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._timeout = timeout
+        # The process group may be used for several fits, some of which failed on some ranks: keep their keys apart.
+        prefix = [f"lts/{uuid.uuid4().hex}"]
+        torch.distributed.broadcast_object_list(prefix, src=0)
+        self._prefix = prefix[0]
+        self._calls: dict[str, int] = {}
+        self._points: dict[str, int] = {}
+        self._old: list[str] = []
+
+    def begin(self, name: str) -> None:
+        self._calls[name] = self._calls.get(name, 0) + 1
+        self._points[name] = 0
+
+    def compare(self, name: str, value: str) -> Optional[list[str]]:
+        """``None`` if all ranks give the same value, else the value of each.
+
+        Raises:
+            RanksDisagreeError: If a rank does not come within the timeout.
+        """
+        key = self.come(name, value)
+        keys = [f"{key}/{rank}" for rank in range(self._size)]
+        self._wait(name, value, f"{key}/done", keys)
+        same = self._store.get(f"{key}/done") == b"same"
+        values = None if same else [self._store.get(item).decode() for item in keys]
+        shared = [f"{key}={value}", f"{key}/here", f"{key}/done"]
+        self._forget([f"{key}/{self._rank}", *(shared if self._rank == 0 else [])])
+        return values
+
+    def come(self, name: str, value: str) -> str:
+        """Give this rank's value for the next point, without waiting for the others'. Returns the point's key."""
+        self._points[name] = self._points.get(name, 0) + 1
+        key = f"{self._prefix}/{name}/{self._calls.get(name, 0)}/{self._points[name]}"
+        self._store.set(f"{key}/{self._rank}", value)
+        self._store.add(f"{key}={value}", 1)
+        if self._store.add(f"{key}/here", 1) == self._size:  # the last one to come
+            same = self._store.add(f"{key}={value}", 0) == self._size
+            self._store.set(f"{key}/done", "same" if same else "different")
+        return key
+
+    def _wait(self, name: str, value: str, done: str, keys: Sequence[str]) -> None:
+        try:
+            self._store.wait([done], self._timeout)
+        except Exception as error:
+            silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            what = value if " " in value else f"has a new program ({value})"
+            raise RanksDisagreeError(
+                f"{name}, call {self._calls.get(name, 0)}: rank {self._rank} {what}, and ranks {silent} have not come to "
+                f"this point within {self._timeout.total_seconds():.0f} s. They run another program, or have ended. "
+                "Every rank must take the same path through the step."
             ) from error
-        return [self._store.get(item).decode() for item in keys]
+
+    def _forget(self, keys: list[str]) -> None:
+        """Delete the keys of the point before: all ranks have passed it, as all have come to this one."""
+        for key in self._old:
+            self._store.delete_key(key)
+        self._old = keys
 
 
-def _minority(votes: Sequence[str]) -> list[int]:
-    common = max(set(votes), key=votes.count)
-    return [rank for rank, vote in enumerate(votes) if vote != common]
+def _minority(values: Sequence[str]) -> list[int]:
+    common = max(set(values), key=values.count)
+    return [rank for rank, value in enumerate(values) if value != common]
 
 
-_made = 0
+_USES = ("redistribute", "from_local", "prim_redistribute", "prim_from_local")
 
 
-def _next_number() -> int:
-    global _made
-    _made += 1
-    return _made
+def _is_use(node: fx.Node) -> bool:
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name in _USES and bool(node.all_input_nodes) and node.all_input_nodes[0].op == "placeholder"
+
+
+def _communicates(graph: fx.GraphModule) -> bool:
+    """Whether a program that was read from Python may issue collectives."""
+    for module in graph.modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            if node.op == "placeholder" and isinstance(node_value(node), DTensor):
+                return True
+            if _is_use(node) or "c10d_functional" in str(node.target):
+                return True
+    return False
+
+
+def _with_comparisons(
+    graph: fx.GraphModule, parameters: Mapping[fx.Node, str], compare: Callable[[str], None]
+) -> Callable:
+    """The program with a comparison among ranks before each use of a parameter."""
+    for node in list(graph.graph.nodes):
+        if _is_use(node):
+            used = node.all_input_nodes[0]
+            with graph.graph.inserting_before(node):
+                graph.graph.call_function(compare, (parameters.get(used, used.name),))
+    graph.recompile()
+    return graph.forward
