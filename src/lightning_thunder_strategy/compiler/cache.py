@@ -49,10 +49,12 @@ def load(key: str) -> Optional[dict[str, Any]]:
     """What was stored under ``key``, or ``None``. A file that cannot be read is ignored with a notice."""
     path = _folder() / f"{key}.json"
     try:
-        return json.loads(path.read_text())
+        data = json.loads(path.read_text())
+        Program().restore(data)
+        return data
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         warn(f"The compile cache entry {path} cannot be read and is ignored: {error}")
         return None
 

@@ -74,7 +74,8 @@ class Differentiation:
         backend = _torch_compat.inductor_backend(
             self._partition, cache_key, self._inductor_dispatch, self._inductor_options(), functions
         )
-        return backend(gm, example_inputs)
+        with _torch_compat.aot_cache(_torch_compat.aot_cache_enabled() and cache_key is not None):
+            return backend(gm, example_inputs)
 
     def _inductor_options(self) -> dict[str, Any]:
         return {"triton.cudagraphs": self._config.cudagraphs, "fallback_random": self._config.eager_random}

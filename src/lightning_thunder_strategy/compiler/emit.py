@@ -54,11 +54,13 @@ class Emission:
             ``def program(...)``.
         inputs: The names of the program's inputs.
         constants: Objects that have no expression; ``source`` uses these names freely.
+        missing: Names of such objects that another process had.
     """
 
     source: str
     inputs: list[str] = field(default_factory=list)
     constants: dict[str, Any] = field(default_factory=dict)
+    missing: tuple[str, ...] = ()
 
 
 def type_text(value: Any) -> str:

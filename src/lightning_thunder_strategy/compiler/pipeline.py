@@ -78,8 +78,12 @@ class Pipeline:
         self.modules = dict(modules)
         self.prepare: Optional[Callable[[fx.GraphModule], None]] = None  # edits each graph before anything else
         self._agree = agree
+
+    @property
+    def cache_key(self) -> Optional[str]:
+        """What must be equal for a program that another process compiled to be reused, or ``None``: never reused."""
         parts = [part.cache_key() for part in (*self.executors, *self.transforms)]
-        self.cache_key = cache.pipeline_key([*parts, repr(config)])
+        return cache.pipeline_key([*parts, repr(self.config)])
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
         try:
@@ -147,8 +151,9 @@ class Pipeline:
         origins = self._origins(gm, example_inputs)
         trace = Trace("acquired", gm, origins)
         program.traces.append(trace.snapshot("as read by TorchDynamo"))
+        pipeline_key = self.cache_key  # before any pass has run
         functions = self._acquired_passes(trace, program)
-        key = self._stored_key(trace, example_inputs, functions)
+        key = self._stored_key(trace, example_inputs, functions, pipeline_key)
         stored = cache.load(key) if key is not None else None
 
         def store() -> None:
@@ -165,13 +170,12 @@ class Pipeline:
             store,
         )
         spare = copy_program(gm) if key is not None and stored is None else None
-        compiled = differentiation.compile(gm, example_inputs, self.cache_key if key else None, functions)
+        compiled = differentiation.compile(gm, example_inputs, pipeline_key if key else None, functions)
         if not program.executors:  # taken from the cache: none of our passes ran
             if stored is not None:
                 program.restore(stored)
             elif spare is not None:
-                with _torch_compat.aot_cache(False):
-                    compiled = differentiation.compile(spare, example_inputs, None, functions)
+                compiled = differentiation.compile(spare, example_inputs, None, functions)
         return compiled
 
     def _acquired_passes(self, trace: Trace, program: Program) -> dict[str, str]:
@@ -184,13 +188,15 @@ class Pipeline:
         trace.graph_module.recompile()  # type: ignore[union-attr]
         return functions
 
-    def _stored_key(self, trace: Trace, inputs: Sequence[Any], functions: dict[str, str]) -> Optional[str]:
+    def _stored_key(
+        self, trace: Trace, inputs: Sequence[Any], functions: dict[str, str], pipeline_key: Optional[str]
+    ) -> Optional[str]:
         inductor = any(executor.name == "inductor" for executor in self.executors)
-        if not inductor or self.cache_key is None or not _torch_compat.aot_cache_enabled():
+        if not inductor or pipeline_key is None or not _torch_compat.aot_cache_enabled():
             return None
         if any("<" in name for name in functions):
             return None
-        return cache.program_key(trace, inputs, self.cache_key)
+        return cache.program_key(trace, inputs, pipeline_key)
 
     def _origins(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> dict[fx.Node, Origin]:
         """Names for the acquired program's inputs: qualified names for parameters and buffers."""

@@ -168,7 +168,7 @@ class Trace:
 
     def function(self) -> Callable:
         """The printed program, compiled as Python."""
-        emission = self._emit()
+        emission = self._complete()
         filename = f"<trace {self.stage} {id(emission):x}>"
         linecache.cache[filename] = (len(emission.source), None, emission.source.splitlines(True), filename)
         namespace: dict[str, Any] = dict(emission.constants)
@@ -186,7 +186,7 @@ class Trace:
         Raises:
             ValueError: If the program holds an object that cannot be written to a file.
         """
-        return saving.save(Path(path), self.python(), self.inputs, self._emit().constants)
+        return saving.save(Path(path), self.python(), self.inputs, self._complete().constants)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data from which :meth:`from_dict` makes the trace again; constants are left out."""
@@ -203,7 +203,7 @@ class Trace:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Trace":
         trace = cls(data["stage"], provenance=data["provenance"])
-        trace._emission = Emission(data["source"])
+        trace._emission = Emission(data["source"], missing=tuple(data["constants"]))
         trace._outputs = tuple(TraceOutput(**item) for item in data["outputs"])
         trace._inputs = tuple(
             TraceInput(**{key: tuple(value) if isinstance(value, list) else value for key, value in item.items()})
@@ -212,6 +212,15 @@ class Trace:
         return trace
 
     # -------------------------------------------------------------------------------------------------- internals
+
+    def _complete(self) -> Emission:
+        emission = self._emit()
+        if emission.missing:
+            raise RuntimeError(
+                f"Another process made this trace, and its constants {', '.join(emission.missing)} were not kept. "
+                "Clear the compile cache (TORCHINDUCTOR_CACHE_DIR) and compile again."
+            )
+        return emission
 
     def _emit(self) -> Emission:
         if self._emission is not None:

@@ -1,12 +1,10 @@
 """Passes over a program, ours and the user's."""
 
-import hashlib
-import inspect
-from dataclasses import fields, is_dataclass
-from typing import Any, Optional
+from typing import Optional
 
 from torch import nn
 
+from lightning_thunder_strategy.compiler.keys import object_key
 from lightning_thunder_strategy.compiler.trace import Trace
 
 
@@ -24,8 +22,10 @@ class TransformError(ProgramRefusedError):
 class Transform:
     """A pass with one job. Override the hooks it needs and edit the trace's ``graph_module`` in place.
 
-    A pass that other processes may reuse from the compile cache must have a :meth:`cache_key` that changes whenever
-    what it does changes. The default covers a class whose instances hold only plain options.
+    Programs that a pass has edited may be reused from the compile cache by other processes, so its :meth:`cache_key`
+    must change whenever what it does changes. The default covers its code, the file it is in and plain options; a
+    pass that depends on anything else, such as another file of yours, must add that. For a program from the cache
+    :meth:`joint` and :meth:`partitioned` are not called.
     """
 
     @property
@@ -47,28 +47,4 @@ class Transform:
 
     def cache_key(self) -> Optional[str]:
         """What must be equal for a cached program to be the one this pass would make; ``None`` disables caching."""
-        options = _plain_options(self)
-        if options is None:
-            return None
-        try:
-            source = inspect.getsource(type(self))
-        except (OSError, TypeError):
-            return None
-        return (
-            f"{type(self).__module__}.{type(self).__qualname__}:{hashlib.sha256(source.encode()).hexdigest()}:{options}"
-        )
-
-
-def _plain_options(transform: Transform) -> Optional[str]:
-    """The instance's options as text, or ``None`` if some are not plain values."""
-    if is_dataclass(transform):
-        values = {item.name: getattr(transform, item.name) for item in fields(transform)}
-    else:
-        values = dict(vars(transform))
-    return repr(sorted(values.items())) if all(_is_plain(value) for value in values.values()) else None
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, (tuple, list, frozenset)):
-        return all(_is_plain(item) for item in value)
-    return value is None or isinstance(value, (bool, int, float, str))
+        return object_key(self, Transform)

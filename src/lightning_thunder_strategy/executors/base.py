@@ -6,6 +6,8 @@ from typing import Any, Optional
 
 from torch import fx
 
+from lightning_thunder_strategy.compiler.keys import object_key
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -35,7 +37,7 @@ class Executor:
 
     def cache_key(self) -> Optional[str]:
         """What must be equal for a program cached by another process to be reused, or ``None`` to disable caching."""
-        return f"{self.name}:{type(self).__module__}.{type(self).__qualname__}"
+        return object_key(self, Executor)
 
 
 class OperatorExecutor(Executor):
