@@ -1,8 +1,12 @@
-# Two commands from a fresh machine: `make demo` and `make test`.
+# From an empty machine with Python 3.10 or newer: `make demo`, `make test`.
 PYTHON ?= python3
 VENV ?= .venv
+# On a CPU-only Linux machine a smaller torch: make setup TORCH_OPTIONS="--index-url https://download.pytorch.org/whl/cpu"
+TORCH_OPTIONS ?=
 BIN := $(VENV)/bin
 EXTRAS := cli,litgpt,hf,test
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+SOURCES := src tests examples benchmarks
 
 .PHONY: setup demo test lint clean
 
@@ -10,21 +14,20 @@ setup: $(VENV)/.ready
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	# torch first, and alone: what depends on it would otherwise bring another build
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[$(EXTRAS)]"
+	$(PIP) torch $(TORCH_OPTIONS)
+	$(PIP) --editable ".[$(EXTRAS)]"
 	touch $@
 
 demo: setup
 	$(BIN)/python examples/pretrain_text.py
 
 test: setup
-	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/python -m pytest tests
 
 lint: setup
-	$(BIN)/ruff check src tests examples benchmarks
-	$(BIN)/ruff format --check src tests examples benchmarks
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info
