@@ -96,9 +96,18 @@ def compile_settings(sources: Sequence[str]) -> contextlib.AbstractContextManage
     return stack
 
 
-def suppress_dynamo_errors() -> contextlib.AbstractContextManager:
-    """While open, a frame that Dynamo cannot compile runs eagerly instead of raising."""
-    return torch._dynamo.config.patch(suppress_errors=True)
+class suppress_dynamo_errors(contextlib.AbstractContextManager):
+    """While open, a frame that Dynamo cannot compile runs eagerly instead of raising.
+
+    Opened for each call, so it does not use ``config.patch``, which costs 0.2 ms.
+    """
+
+    def __enter__(self) -> None:
+        self._before = torch._dynamo.config.suppress_errors
+        torch._dynamo.config.suppress_errors = True
+
+    def __exit__(self, *_: object) -> None:
+        torch._dynamo.config.suppress_errors = self._before
 
 
 def placeholder_source(node: fx.Node) -> Optional[str]:
@@ -256,8 +265,12 @@ def eager_checkpoints(gm: fx.GraphModule) -> None:
         if is_checkpoint(node):
             region = getattr(gm, str(node.args[0].target))  # type: ignore[union-attr]
             policy = region.meta.get("_checkpoint_context_fn")
-            node.target = checkpoint
-            node.kwargs = {"use_reentrant": False, **({"context_fn": policy} if policy is not None else {})}
+            node.target, node.kwargs = checkpoint, {"use_reentrant": False}
+            if policy is not None:
+                name = f"{node.args[0].target}_policy"  # type: ignore[union-attr]
+                setattr(gm, name, policy)
+                with gm.graph.inserting_before(node):
+                    node.kwargs = {**node.kwargs, "context_fn": gm.graph.create_node("get_attr", name)}
     gm.recompile()
 
 

@@ -3,13 +3,14 @@
 import functools
 import inspect
 import types
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Optional, TypeVar, Union
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from lightning_thunder_strategy.compiler import _torch_compat, events
 from lightning_thunder_strategy.compiler.config import CompileConfig
@@ -60,7 +61,7 @@ class CompiledFunction:
         self.module = next(iter(pipeline.modules.values()), None)
         self.fullgraph = pipeline.config.fullgraph
         self._compiled = torch.compile(
-            _own_code(function), backend=pipeline, fullgraph=self.fullgraph, dynamic=pipeline.config.dynamic
+            _own_code(function), backend=_Backend(pipeline), fullgraph=self.fullgraph, dynamic=pipeline.config.dynamic
         )
         functools.update_wrapper(self, function, updated=())
 
@@ -86,6 +87,18 @@ class CompiledFunction:
             if not self.fullgraph:
                 raise
             raise compile_error(record, error) from error
+
+
+class _Backend:
+    """Finds the pipeline without holding it: Dynamo keeps every backend for good, and a pipeline holds modules."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = weakref.ref(pipeline)
+
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        pipeline = self._pipeline()
+        assert pipeline is not None, "the compiled function that is being called holds it"
+        return pipeline(gm, example_inputs)
 
 
 def compile_error(record: Record, error: BaseException) -> CompileError:
