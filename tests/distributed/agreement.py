@@ -55,9 +55,8 @@ class Lengths(Dataset):
 def _fit_lengths(strategy: Any, lengths: Sequence[int]) -> Result:
     torch.manual_seed(3)
     module = Sequences()
-    made = trainer(strategy, **SHORT)
-    result = Result(module, made)
-    made.callbacks.append(Watch(result))
+    result = Result(module, None)
+    result.trainer = made = trainer(strategy, callbacks=[Watch(result)], **SHORT)
     made.fit(module, DataLoader(Lengths(lengths), batch_size=None))
     return result
 

@@ -86,6 +86,27 @@ class Smooth(Regression):
         return torch.optim.AdamW(self.parameters(), lr=0.02)
 
 
+class Resumable(Regression):
+    """Odd sizes, a frozen layer, two parameter groups, batch statistics, a scheduler, hyperparameters."""
+
+    def __init__(self, width: int = 9) -> None:
+        super().__init__(
+            nn.Sequential(nn.Linear(WIDTH, width), nn.Tanh(), nn.Linear(width, 7), nn.BatchNorm1d(7), nn.Linear(7, 1))
+        )
+        self.save_hyperparameters()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.net[0].bias.requires_grad_(False)
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.scale
+
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.net.parameters() if p.requires_grad]
+        groups = [{"params": trained, "weight_decay": 0.1}, {"params": [self.scale], "lr": 0.001}]
+        optimizer = torch.optim.AdamW(groups, lr=0.02)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+
 class LanguageModel(Base):
     def logits(self, tokens: Tensor) -> Tensor:
         raise NotImplementedError
@@ -364,6 +385,7 @@ class Stateful(Regression):
 CASES: dict[str, Callable[[], tuple[Base, Dataset]]] = {
     "mlp": lambda: (MLP(), vectors()),
     "smooth": lambda: (Smooth(), vectors()),
+    "resumable": lambda: (Resumable(), vectors()),
     "litgpt": lambda: (LitGPT(tied=False), sequences()),
     "litgpt_tied": lambda: (LitGPT(tied=True), sequences()),
     "llama": lambda: (Llama(), sequences()),

@@ -75,12 +75,13 @@ def loader(data: Dataset, batch_size: int = 4) -> DataLoader:
 
 def fit(strategy: Any, module: Base, data: Dataset, batch_size: int = 4, **options: Any) -> Result:
     """Fit a module; the random numbers of two fits are the same."""
-    callbacks = options.pop("callbacks", [])
-    made = trainer(strategy, **options, callbacks=[])
-    result = Result(module, made)
-    made.callbacks.extend([*callbacks, Watch(result)])
+    callbacks, ckpt_path = options.pop("callbacks", []), options.pop("ckpt_path", None)
+    result = Result(module, None)
+    result.trainer = made = trainer(strategy, **options, callbacks=[*callbacks, Watch(result)])
     torch.manual_seed(11)
-    made.fit(module, loader(data, batch_size), loader(data, batch_size))
+    made.fit(module, loader(data, batch_size), loader(data, batch_size), ckpt_path=ckpt_path)
+    if not result.weights:  # nothing was left to train
+        result.weights = {name: whole(value.detach()).clone() for name, value in module.state_dict().items()}
     result.metrics = {key: value.clone() for key, value in made.callback_metrics.items()}
     return result
 

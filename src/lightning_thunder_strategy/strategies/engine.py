@@ -71,12 +71,7 @@ class Engine:
             device: Where the parameters go.
             optimizers: Optimizers that already hold the module's parameters.
         """
-        for transform in self.options.transforms:
-            transform.module(module)
-        place = self.scheme.place if self.sharded and self.scheme is not None else None
-        replaced = materialize(module, device, place)
-        if self.scheme is not None:
-            replaced.update(sharding.parallelize(module, self.scheme))
+        replaced = self.spread(module, device)
         for optimizer in optimizers:
             self.check_optimizer(optimizer)
             if any(optimizer.state.get(parameter) for parameter in replaced):
@@ -85,9 +80,22 @@ class Engine:
                     "sharded: its state would be lost. Set the optimizer up before its first step."
                 )
             exchange_parameters(optimizer, replaced)
-        if self.scheme is not None:
-            broadcast_buffers(module, self.scheme.mesh)
         return module
+
+    def spread(self, module: nn.Module, device: torch.device) -> dict[nn.Parameter, nn.Parameter]:
+        """Spread the parameters of ``module`` over the ranks, on ``device``. May be called again.
+
+        Returns:
+            Old parameter to new, for those that were replaced.
+        """
+        for transform in self.options.transforms:
+            transform.module(module)
+        place = self.scheme.place if self.sharded and self.scheme is not None else None
+        replaced = materialize(module, device, place)
+        if self.scheme is not None:
+            replaced.update(sharding.parallelize(module, self.scheme))
+            broadcast_buffers(module, self.scheme.mesh)
+        return replaced
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse optimizers that cannot work on parameters whose rows are spread unevenly.

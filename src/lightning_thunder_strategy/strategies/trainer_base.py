@@ -99,7 +99,10 @@ class CompiledStepsStrategy(Strategy):
     def _setup_model(self, model: nn.Module) -> nn.Module:
         if self._engine.scheme is not None:
             self._drop_steps()  # programs hold the parameters of the earlier stage
-        return self._engine.setup_module(model, self.root_device)
+        replaced = self._engine.spread(model, self.root_device)
+        for optimizer in self.optimizers:  # of an earlier fit, whose state may still be saved
+            states.exchange_parameters(optimizer, replaced)
+        return model
 
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
