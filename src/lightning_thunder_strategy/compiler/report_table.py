@@ -26,7 +26,7 @@ def render(report: "Report") -> Any:
     table.add_column("step", overflow="fold")
     table.add_column("what was compiled", overflow="fold")
     for name, step in data["steps"].items():
-        table.add_row(name, "\n".join(_step_lines(step)))
+        table.add_row(Text(name), Text("\n".join(_step_lines(step))))
     notes = [f"{item['executor']} failed on {item['region']}: {item['error']}" for item in data["fallbacks"]]
     sizes = data["parameters"]
     notes.append(f"parameters: {size_text(sizes['total_bytes'])}, on this rank {size_text(sizes['local_bytes'])}")
