@@ -20,7 +20,8 @@ import lightning_thunder_strategy as lts
 from lightning_thunder_strategy.distributed.initialization import materialize
 from lightning_thunder_strategy.distributed.schemes import Sharded
 from lightning_thunder_strategy.distributed.sharding import gathering, parallelize
-from lightning_thunder_strategy.transforms.deduplicate_unshard import DeduplicateUnshard, RefuseLostEdits
+from lightning_thunder_strategy.transforms.deduplicate_unshard import DeduplicateUnshard
+from lightning_thunder_strategy.transforms.refuse_lost_edits import RefuseLostEdits
 from lightning_thunder_strategy.transforms.unshard_policy import GatherAgain
 
 
