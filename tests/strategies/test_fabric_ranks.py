@@ -1,5 +1,7 @@
 """Fabric on two ranks."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,10 @@ from tests.distributed.fabric_scenarios import Odd, batch, objective
 from tests.distributed.ranks import run_ranks
 from tests.strategies.fabric_helpers import seeded
 
-GROUP = Group("fabric_scenarios", "fabric_checkpoints", timeout=400)
+GROUP = Group("fabric_scenarios", "fabric_checkpoints", timeout=560)
 
 
-@pytest.mark.timeout(450)
+@pytest.mark.timeout(600)
 @GROUP.parametrize()
 def test_fabric(check: str, request: pytest.FixtureRequest) -> None:
     GROUP.assert_passed(check, request)
@@ -32,6 +34,11 @@ def test_a_checkpoint_moves_between_two_ranks_and_one(tmp_path: Path) -> None:
     for name in ("full", "sharded"):
         assert [result[name]["step"] for result in results] == [2, 4, 6]
         torch.testing.assert_close(results[-1][name]["weights"], alone, rtol=1e-5, atol=1e-6)
+    command = [sys.executable, "-m", "lightning.fabric.utilities.consolidate_checkpoint", str(source / "sharded")]
+    subprocess.run([*command, "--output_file", str(tmp_path / "one.ckpt")], check=True, capture_output=True)
+    consolidated = torch.load(tmp_path / "one.ckpt", weights_only=True)
+    torch.testing.assert_close(consolidated["model"], results[-1]["sharded"]["weights"], rtol=0, atol=0)
+    assert consolidated["step"] == 6
 
 
 def train_alone_on_the_same_data(steps: int) -> dict:
