@@ -48,6 +48,26 @@ def test_appending_to_lists_is_part_of_one_program() -> None:
         assert (step["graphs"], step["graph_breaks"]) == (1, [])
 
 
+def test_a_list_that_grows_in_a_cut_step_is_announced_with_the_fix() -> None:
+    class Cut(Linear):
+        def __init__(self) -> None:
+            super().__init__()
+            self.outputs: list[Tensor] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = self.loss(batch)
+            print("cut")
+            self.outputs.append(loss.detach())
+            return loss
+
+    with compile_warnings() as messages:
+        ours, eager = fit_both(Cut, max_epochs=4)
+    assert_same_training(ours, eager)
+    assert_same(ours.module.outputs, eager.module.outputs, "outputs")
+    assert len(messages) == 2 and "on_train_batch_end" in messages[1] and "len(self.outputs)" in messages[1]
+    assert ours.step()["mode"] == "submodules"
+
+
 def test_lists_that_the_step_reads_or_replaces_are_its_own() -> None:
     class Reads(Linear):
         def __init__(self) -> None:

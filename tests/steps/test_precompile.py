@@ -75,7 +75,21 @@ def test_a_precompiled_run_is_the_run_without_it(precision: str) -> None:
     assert early.step()["graphs"] == late.step()["graphs"] == 2  # one more for the counter, either way
 
 
-def test_a_step_that_cannot_be_one_program_is_announced_during_setup_and_trains() -> None:
+def test_a_step_that_reads_an_empty_list_is_one_program_nonetheless() -> None:
+    class Reads(Linear):
+        def __init__(self) -> None:
+            super().__init__()
+            self.penalties: list[Tensor] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.loss(batch) + sum(self.penalties)
+
+    early, watch = run(Reads, next(iter(classification_data())), thunder())
+    assert watch.steps["training_step"]["graphs"] == early.step()["graphs"] == 1
+    assert early.step()["mode"] == "step"
+
+
+def test_a_step_that_cannot_be_one_program_is_announced_once_and_trains() -> None:
     class Prints(Linear):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             print("x")

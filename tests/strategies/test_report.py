@@ -81,7 +81,7 @@ def test_explain_and_traces_work_while_training_goes_on() -> None:
     assert asks.seen == [(1, 1)] * 3
     (stages,) = lts.traces(run.trainer)
     assert [trace.stage for trace in stages][:1] == ["acquired"] and stages[-1].stage == "final backward"
-    assert {"net.0.weight", "net.1.running_mean"} <= {item.name for item in stages[0].inputs}
+    assert {"net.0.weight", "net.1.running_mean"} <= {item.origin for item in stages[0].inputs}
     assert "cross_entropy" in str(stages[0])
 
 

@@ -148,6 +148,8 @@ def report_limit(record: Record) -> None:
 
 def advice(reason: str) -> str:
     """What a user can do about a value that changes from call to call."""
+    if re.match(r"(not |len\()", reason):
+        return "If this is a list or dictionary that grows every step, fill it in a hook such as on_train_batch_end."
     return (
         "If this is a Python number that changes every step, make it a tensor: a float on the module as a buffer, "
         "math.exp(step) as torch.exp(torch.tensor(step))."

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -64,7 +64,8 @@ class StepRecorder:
                 classes.append((metric, type(metric)))
                 _put(metric, methods, saved)
                 object.__setattr__(metric, "__class__", cls)
-            with self._loggers.replaced(trainer_loggers(self._module)):
+            loggers = trainer_loggers(self._module)
+            with self._loggers.replaced(loggers) if loggers else nullcontext():
                 yield
         finally:
             self._lists.take_back(lists)

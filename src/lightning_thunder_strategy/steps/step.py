@@ -138,12 +138,14 @@ class CompiledStep:
             return None
         if self._agreement is not None:
             self._agreement.begin(self._name)
-        try:
-            with self._recorder.recording(), environment():
-                return self._whole(args)(*args)
-        except (CompileError, AgreedFallback) as error:
-            self._fall_back(error)
-            return None
+        while self.unit == "whole":
+            try:
+                with self._recorder.recording(), environment():
+                    return self._whole(args)(*args)
+            except (CompileError, AgreedFallback) as error:
+                if not self._adapt(args, error):
+                    self._fall_back(error)
+        return None
 
     def compile_forward(self, inputs: Any, environment: Callable[[], AbstractContextManager]) -> None:
         """Compile the module's forward on example inputs."""
@@ -183,11 +185,12 @@ class CompiledStep:
         if self._submodules_called:
             return output
         self._submodules_called = True
+        compiled_any = len(self.record.programs) > self._programs_before
         if self.unit == "forward" and self._module not in compiled.entries:
             self._enter("submodules", "the step does not call the module's own forward")
         if not compiled.entries:
             self._enter("eager", f"{self._reason}; it calls no submodule that has parameters".removeprefix("; "))
-        elif len(self.record.programs) == self._programs_before:
+        elif not compiled_any:
             self._enter("eager", f"{self._reason}; its submodules cannot be compiled either".removeprefix("; "))
         return output
 
