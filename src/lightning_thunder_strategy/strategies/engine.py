@@ -8,7 +8,7 @@ from typing import Literal, Optional
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.optim import LBFGS, Adafactor, Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 
 from lightning_thunder_strategy.compiler.compile import make_pipeline
 from lightning_thunder_strategy.compiler.config import Mode
@@ -30,6 +30,12 @@ from lightning_thunder_strategy.transforms.unshard_policy import GatherAgain
 Parallelism = Literal["none", "ddp", "zero2", "zero3"]
 
 _AUTO_UNSHARD_LIMIT = 2**30  # bytes of the full model
+
+_NEED_WHOLE_PARAMETERS: dict[type[Optimizer], str] = {
+    Adafactor: "it takes statistics of whole rows and columns",
+    LBFGS: "it flattens all parameters into one vector",
+    Rprop: "torch cannot assign to elements of a distributed tensor, as it does",
+}
 
 
 class Engine:
@@ -104,12 +110,9 @@ class Engine:
             TypeError: With the reason and what to use instead.
         """
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        if not self.sharded or not isinstance(optimizer, (Adafactor, LBFGS)):
+        reason = next((why for cls, why in _NEED_WHOLE_PARAMETERS.items() if isinstance(optimizer, cls)), None)
+        if not self.sharded or reason is None:
             return
-        reason = (
-            "it takes statistics of whole rows and columns" if isinstance(optimizer, Adafactor)
-            else "it flattens all parameters into one vector"
-        )  # fmt: skip
         raise TypeError(
             f"The optimizer {type(optimizer).__name__} cannot work on sharded parameters: {reason}. Use AdamW, Adam or "
             "SGD, or a strategy that keeps parameters whole, such as ThunderDDPStrategy."

@@ -1,6 +1,6 @@
 """What all our Trainer strategies do: compiled steps, states, setup and teardown."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Optional
@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.types import _PATH as PathLike
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -71,6 +72,8 @@ class CompiledStepsStrategy(Strategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.accelerator is not None and self.model is not None
         self._engine.failed = False
+        if self._engine.sharded:
+            _refuse_weight_averaging(trainer.callbacks)  # type: ignore[attr-defined]
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         layer_sync = getattr(self, "_layer_sync", None)
@@ -129,6 +132,9 @@ class CompiledStepsStrategy(Strategy):
             for optimizer in self.optimizers:
                 states.exchange_parameters(optimizer, replaced)
             if sharding.has_sharded_parameters(module):
+                layer_sync = getattr(self, "_layer_sync", None)
+                if layer_sync is not None and self._stage == "training":
+                    layer_sync.revert(module)
                 self._lightning_module = None  # the base class would move it
         sharded_optimizers = self._optimizers if self._engine.sharded else []
         if sharded_optimizers:
@@ -321,3 +327,13 @@ class CompiledStepsStrategy(Strategy):
 
 
 _MOST_OPTIMIZERS = 100
+
+
+def _refuse_weight_averaging(callbacks: Sequence[Any]) -> None:
+    for callback in callbacks:
+        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+            raise TypeError(
+                f"The callback {type(callback).__name__} averages a copy of the module that it made before the parameters "
+                "were sharded, and cannot mix the two: leave it out, or use a strategy that keeps parameters whole, such "
+                "as ThunderDDPStrategy."
+            )
