@@ -183,6 +183,24 @@ def test_a_float_on_the_module_that_changes_every_call_is_correct():
             assert_same(compiled(torch.ones(2)), torch.ones(2) * (index / 10))
 
 
+def test_a_failure_of_dynamo_itself_is_one_warning_and_the_function_runs_eagerly(monkeypatch):
+    from torch._dynamo import convert_frame
+
+    def fail(*args, **kwargs):
+        raise IndexError("list index out of range\nmore")
+
+    monkeypatch.setattr(convert_frame, "CheckFunctionManager", fail)  # after the backend has compiled
+    compiled = eager_compiled(lambda x: x.sin(), fullgraph=False)
+    with pytest.warns(lts.CompileWarning) as caught:
+        for _ in range(2):
+            assert_same(compiled(torch.ones(2)), torch.ones(2).sin())
+    (warning,) = caught
+    expected = "TorchDynamo failed on the function <lambda>, which runs eagerly: IndexError: list index out of range"
+    assert str(warning.message).endswith(expected)
+    report = lts.explain(compiled).to_dict()
+    assert steps(compiled)["graphs"] == 0 and report["fallbacks"][0]["executor"] == "TorchDynamo"
+
+
 def test_settings_of_dynamo_are_those_of_the_user_again_after_compiling():
     before = torch._dynamo.config.get_hash()
     compiled = eager_compiled(lambda x: helper(x), fullgraph=False)

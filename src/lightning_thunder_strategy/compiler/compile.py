@@ -69,7 +69,12 @@ class CompiledFunction:
         with recording(self.record) as record, record.new_programs_of(self):
             call = lambda: self._call(record, args, kwargs)  # noqa: E731
             wrapped = call if self.around is None else lambda: self.around(call)
-            result = events.call_within(record, self._host_sources, wrapped)
+            try:
+                result = events.call_within(record, self._host_sources, wrapped)
+            except BaseException:
+                record.notices.clear()
+                raise
+        events.report_failures(record)
         if self.warn_of_limit:
             events.report_limit(record)
         return result

@@ -128,7 +128,14 @@ def _report_failure(record: Record, function: str, error: BaseException) -> None
     found = Fallback(f"the function {function}", "TorchDynamo", first_line(error))
     if found not in record.fallbacks:
         record.fallbacks.append(found)
-        warn(f"{record.name}: TorchDynamo failed on {found.region}, which runs eagerly: {found.error}")
+        record.notices.append(f"TorchDynamo failed on {found.region}, which runs eagerly: {found.error}")
+
+
+def report_failures(record: Record) -> None:
+    """After a call has returned: if it was an error of the user's own, eager PyTorch has raised it by now."""
+    for notice in record.notices:
+        warn(f"{record.name}: {notice}")
+    record.notices.clear()
 
 
 def limit_text(reason: str) -> str:

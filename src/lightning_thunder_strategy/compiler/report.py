@@ -123,6 +123,7 @@ class Record:
     fallbacks: list[Fallback] = field(default_factory=list)
     compile_ids: set[str] = field(default_factory=set)
     break_places: dict[tuple[str, int], tuple[str, int]] = field(default_factory=dict)  # Dynamo's to the user's
+    notices: list[str] = field(default_factory=list)  # warnings that wait for the call to return
     limit_reason: Optional[str] = None  # the guard that failed when the recompile limit was reached
     limit_reported: bool = False
     label: str = ""  # how a report with several modules calls it
