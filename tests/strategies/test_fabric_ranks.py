@@ -4,9 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 
+from lightning_thunder_strategy import fabric as thunder
 from tests.distributed.checks import Group
 from tests.distributed.fabric_scenarios import Odd, batch, objective
 from tests.distributed.ranks import run_ranks
@@ -49,3 +51,22 @@ def train_alone_on_the_same_data(steps: int) -> dict:
         optimizer.step()
         optimizer.zero_grad()
     return dict(module.state_dict())
+
+
+@pytest.mark.timeout(180)
+def test_processes_can_be_spawned(tmp_path: Path) -> None:
+    strategy = thunder.ThunderFSDPStrategy(executors=["eager"], start_method="spawn")
+    runner = L.Fabric(accelerator="cpu", devices=2, strategy=strategy)
+    runner.launch(train_in_a_started_process, tmp_path / "file")
+    alone = train_alone_on_the_same_data(2)
+    torch.testing.assert_close(torch.load(tmp_path / "file", weights_only=True)["model"], alone)
+
+
+def train_in_a_started_process(runner: L.Fabric, path: Path) -> None:
+    module = seeded(Odd)
+    model, optimizer = runner.setup(module, torch.optim.AdamW(module.parameters(), lr=0.05))
+    for number in range(2):
+        runner.backward(objective(model, batch(number, 0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    runner.save(path, {"model": model})
