@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Optional
+from unittest import mock
 
 import torch
 import torch.distributed
@@ -85,9 +86,13 @@ def compile_settings(sources: Sequence[str]) -> contextlib.AbstractContextManage
 
     Integers reached through modules are symbolic, those named by ``sources`` (regular expressions) from the first value
     on. Hooks that are put on a module after it was compiled make a new program. Recurrent layers are never part of one:
-    torch's decomposition leaves out the dropout between their layers.
+    torch's decomposition leaves out the dropout between their layers. Optimizers that a program looks at stay as they
+    are: Dynamo would set their ``capturable``.
     """
+    from torch._dynamo.variables.optimizer import OptimizerVariable
+
     stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(OptimizerVariable, "_set_capturable", lambda self, tx: None))
     settings = {"allow_unspec_int_on_nn_module": True, "skip_nnmodule_hook_guards": False, "allow_rnn": False}
     stack.enter_context(torch._dynamo.config.patch(settings))
     if sources:

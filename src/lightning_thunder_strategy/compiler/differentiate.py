@@ -91,6 +91,7 @@ class Differentiation:
             if type(transform).joint is not Transform.joint:
                 run_pass(self._program, transform, lambda t: t.joint(trace), [trace])
         forward, backward = _torch_compat.min_cut_partition(joint, inputs, **kwargs)
+        _copy_saved_edits(forward, kwargs["num_fwd_outputs"])
         _sort_saved_values(forward, backward, kwargs["num_fwd_outputs"])
         names = self._name_inputs(forward.graph)
         known = self._name_backward(forward.graph, backward.graph, names)
@@ -195,6 +196,27 @@ def run_pass(
     seconds = time.perf_counter() - started
     program.seconds["transform"] += seconds
     program.traces += [trace.snapshot(f"after {transform.name}, {1e3 * seconds:.1f} ms") for trace in traces]
+
+
+def _copy_saved_edits(forward: fx.GraphModule, outputs: int) -> None:
+    """Save a copy of an input that the backward needs and that gets a new value after the forward.
+
+    Such as BatchNorm's statistics in a checkpointed region, which the backward computes again.
+    """
+    placeholders = forward.graph.find_nodes(op="placeholder")
+    edited = {index for kind, index in _torch_compat.output_descriptions(forward.graph) if kind == "edited"}
+    changed = {node for node in placeholders if _torch_compat.aot_input_index(node) in edited}
+    result = next(iter(reversed(forward.graph.nodes)))
+    saved = list(result.args[0])
+    for place in range(outputs, len(saved)):
+        if saved[place] in changed:
+            with forward.graph.inserting_before(result):
+                copy = forward.graph.call_function(torch.ops.aten.clone.default, (saved[place],))
+            copy.meta = {key: value for key, value in saved[place].meta.items() if key != "desc"}
+            saved[place] = copy
+    if saved != list(result.args[0]):
+        result.args = (tuple(saved),)
+        forward.recompile()
 
 
 def _sort_saved_values(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:

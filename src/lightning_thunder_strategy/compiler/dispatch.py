@@ -92,7 +92,7 @@ class _Dispatch:
     def run(self, whole: Optional[Whole]) -> Callable:
         gm = self._trace.graph_module
         assert gm is not None
-        spare = copy_program(gm)
+        spare = copy_program(gm) if self._fusers else gm
         keep_parts_together(spare.graph)
         program = self._plan(spare.graph)
         failure: Optional[BaseException] = None
@@ -275,6 +275,10 @@ class _Dispatch:
         origins = {node: origin for node, origin in inputs if origin is not None}
         names = {node: origin.name for node, origin in origins.items()}
         executors = {region.nodes: self._name(region.executor) for region in regions}
+        if not regions:
+            notes = {node: claimed_by(node) for node in gm.graph.nodes if is_operation(node)}
+            made = Trace(f"final {self._stage}", gm, origins, notes=notes, outputs=self._outputs)
+            return made.snapshot("after dispatch")
 
         def program_of(label: str, nodes: Sequence[fx.Node]) -> nn.Module:
             extracted, _ = extract(gm, nodes, names)

@@ -127,6 +127,7 @@ class Record:
     limit_reason: Optional[str] = None  # the guard that failed when the recompile limit was reached
     limit_reported: bool = False
     label: str = ""  # how a report with several modules calls it
+    group: str = ""  # what ranks call the programs of the current call, where a record has several kinds
 
     def traces(self) -> list[list[Trace]]:
         """One list a compiled graph, in stage order."""
