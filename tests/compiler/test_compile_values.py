@@ -3,6 +3,9 @@
 import collections
 import copy
 import dataclasses
+import functools
+import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -527,6 +530,45 @@ def test_methods_of_objects_and_callables():
     for function in (thing.method, thing):
         x = leaf(3)
         assert_same(eager_compiled(function)(x), function(x))
+
+
+@lts.compile
+def decorated(x):
+    """Doc."""
+    return x * 3
+
+
+class Decorated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.function = eager_compiled(undecorated)
+
+    @functools.partial(lts.compile, executors=["eager"])
+    def forward(self, x, *, shift=0):
+        return x * self.scale + shift
+
+
+def undecorated(x):
+    return x + 1
+
+
+def test_a_decorated_method_is_a_method():
+    first, second = Decorated(), Decorated()
+    second.scale.data.fill_(5.0)
+    x = torch.ones(2)
+    assert_same(first(x, shift=1).detach(), x * 3)
+    assert_same(second(x).detach(), x * 5)
+    assert Decorated.forward.__name__ == "forward"
+    assert list(inspect.signature(decorated).parameters) == ["x"] and decorated.__doc__ == "Doc."
+
+
+def test_compiled_functions_are_copied_and_pickled_like_functions():
+    net = copy.deepcopy(Decorated())
+    assert_same(net.function(torch.ones(1)), torch.tensor([2.0]))
+    assert pickle.loads(pickle.dumps(decorated)) is decorated
+    plain = pickle.loads(pickle.dumps(net.function))
+    assert plain is undecorated
 
 
 def test_off_gives_back_what_was_given():

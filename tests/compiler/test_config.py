@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import lightning_thunder_strategy as lts
+from tests.compiler.executors import Pointwise
 
 
 @pytest.mark.parametrize(
@@ -51,8 +52,9 @@ def test_only_functions_and_modules_are_compiled():
 
 def test_cudagraphs_need_inductor_and_cuda_tensors():
     config = lts.CompileConfig(cudagraphs=True)
-    with pytest.raises(ValueError, match=r"cudagraphs=True needs the 'inductor' executor, and executors=\['eager'\]"):
-        lts.compile(lambda x: x, executors=["eager"], config=config)
+    for executors, names in ((["eager"], "'eager'"), ([Pointwise(), "inductor"], "'pointwise', 'inductor', 'eager'")):
+        with pytest.raises(ValueError, match=rf"cudagraphs=True needs the 'inductor' .*, and executors=\[{names}\]"):
+            lts.compile(lambda x: x, executors=executors, config=config)
     compiled = lts.compile(lambda x: x.sin(), executors=["inductor"], config=config)
     with pytest.raises(ValueError, match="cudagraphs=True needs CUDA tensors, and this program has none"):
         compiled(torch.ones(2))

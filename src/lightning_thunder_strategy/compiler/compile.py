@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 import types
 import weakref
 from collections import Counter
@@ -17,7 +18,7 @@ from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.pipeline import Agreement, Pipeline, Refusal
 from lightning_thunder_strategy.compiler.report import Record, recording
 from lightning_thunder_strategy.compiler.transform import Transform
-from lightning_thunder_strategy.executors.base import Executor
+from lightning_thunder_strategy.executors.base import Executor, FusionExecutor
 from lightning_thunder_strategy.executors.registry import resolve
 
 T = TypeVar("T", bound=Union[nn.Module, Callable])
@@ -79,6 +80,19 @@ class CompiledFunction:
             events.report_limit(record)
         return result
 
+    def __get__(self, instance: Any, owner: Optional[type] = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)  # a decorated method
+
+    def __deepcopy__(self, memo: dict) -> "CompiledFunction":
+        return self  # as a function
+
+    def __reduce__(self) -> Any:
+        """Pickled by its name where the name means this object, else as the plain function."""
+        found: Any = sys.modules.get(self.__module__)
+        for part in self.__qualname__.split("."):
+            found = getattr(found, part, None)
+        return self.__qualname__ if found is self else (_unchanged, (self.__wrapped__,))
+
     def _call(self, record: Record, args: tuple, kwargs: dict) -> Any:
         try:
             if self.fullgraph:
@@ -92,6 +106,10 @@ class CompiledFunction:
             if not self.fullgraph:
                 raise
             raise compile_error(record, error) from error
+
+
+def _unchanged(value: T) -> T:
+    return value
 
 
 class _Backend:
@@ -160,9 +178,12 @@ def make_pipeline(
         if not isinstance(transform, Transform):
             raise ValueError(f"transforms={list(transforms)!r} is not allowed: {transform!r} is not a Transform.")
     resolved = resolve(executors)
-    if config.cudagraphs and not any(executor.name == "inductor" for executor in resolved):
+    fusers = [executor.name for executor in resolved if isinstance(executor, FusionExecutor)]
+    if config.cudagraphs and fusers != ["inductor"]:
         names = [executor.name for executor in resolved]
-        raise ValueError(f"cudagraphs=True needs the 'inductor' executor, and executors={names!r}.")
+        raise ValueError(
+            f"cudagraphs=True needs the 'inductor' executor and no other that takes regions, and executors={names!r}."
+        )
     return Pipeline(resolved, transforms, config, modules, agree)
 
 

@@ -134,7 +134,7 @@ class Differentiation:
         known = self._partitioned.get(stage, {})
         origins = {n: known[n.name] for n in gm.graph.find_nodes(op="placeholder") if n.name in known}
         live = Trace(stage, gm, origins, outputs=self._name_outputs(gm.graph))
-        compiled = dispatch(live, self._executors, self._program, self._config.on_error, whole)
+        compiled = dispatch(live, self._executors, self._program, self._config, whole)
         self._program.seconds["dispatch"] += time.perf_counter() - started
         self._stored()
         return compiled

@@ -9,7 +9,7 @@ from torch import fx, nn
 
 from lightning_thunder_strategy.compiler import _torch_compat
 from lightning_thunder_strategy.compiler.claims import claimed_by, operation_name
-from lightning_thunder_strategy.compiler.config import OnError
+from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.events import first_line
 from lightning_thunder_strategy.compiler.report import Fallback, Program, warn
@@ -39,7 +39,7 @@ class Whole:
 
 
 def dispatch(
-    trace: Trace, executors: Sequence[Executor], program: Program, on_error: OnError, whole: Optional[Whole]
+    trace: Trace, executors: Sequence[Executor], program: Program, config: CompileConfig, whole: Optional[Whole]
 ) -> Callable:
     """Compile one ATen program.
 
@@ -47,13 +47,13 @@ def dispatch(
         trace: The program; an executor may edit it.
         executors: By priority.
         program: Receives the operation counts, claims, fallbacks and the final trace.
-        on_error: See :class:`~lightning_thunder_strategy.compiler.config.CompileConfig`.
+        config: Options.
         whole: If an executor can take the program whole.
 
     Returns:
         A function of one list.
     """
-    return _Dispatch(trace, executors, program, on_error).run(whole)
+    return _Dispatch(trace, executors, program, config).run(whole)
 
 
 @dataclass(eq=False)
@@ -77,13 +77,13 @@ class _Region:
 
 
 class _Dispatch:
-    def __init__(self, trace: Trace, executors: Sequence[Executor], program: Program, on_error: OnError) -> None:
+    def __init__(self, trace: Trace, executors: Sequence[Executor], program: Program, config: CompileConfig) -> None:
         self._trace = trace
         self._stage = trace.stage
         self._origins = [trace.origin(node) for node in trace.graph.find_nodes(op="placeholder")]
         self._outputs = trace.outputs
         self._program = program
-        self._on_error = on_error
+        self._config = config
         self._fusers = [executor for executor in executors if isinstance(executor, FusionExecutor)]
         self._failures: dict[tuple[str, str], list[str]] = {}  # operation and executor to errors
         self._halved: dict[str, Fallback] = {}  # by executor, the first region that it could not compile at once
@@ -102,7 +102,7 @@ class _Dispatch:
             try:
                 compiled = whole.compile(gm)
             except Exception as error:
-                if self._on_error == "raise":
+                if self._config.on_error == "raise":
                     raise
                 failure = error
             else:
@@ -192,7 +192,7 @@ class _Dispatch:
         try:
             self._compiled[key] = self._fuse(gm, region)
         except Exception as error:
-            if self._on_error == "raise":
+            if self._config.on_error == "raise":
                 raise
             if len(region.parts) > 1:
                 self._halve(region, error)
