@@ -66,13 +66,14 @@ class Agreement:
         """
         if not _communicates(graph):
             return failure is None
-        if record.name in self._eager:
+        name = record.group or record.name
+        if name in self._eager:
             return False
-        known = self._known.setdefault(record.name, set())
+        known = self._known.setdefault(name, set())
         vote = _EAGER if failure is not None else fingerprint(program.sequence)
         if vote in known:
             return True
-        if self._ask(record.name, vote, failure) and failure is None:
+        if self._ask(name, vote, failure) and failure is None:
             known.add(vote)
             return True
         return False
@@ -80,7 +81,7 @@ class Agreement:
     def refused(self, record: Record, graph: fx.GraphModule) -> None:
         """This rank is about to raise an error instead of running ``graph``: tell the others, without waiting."""
         if _communicates(graph):
-            self._meeting.come(record.name, _REFUSED)
+            self._meeting.come(record.group or record.name, _REFUSED)
 
     def guarded(
         self,
@@ -101,7 +102,7 @@ class Agreement:
         """
         if not _communicates(graph):
             return graph.forward if compiled is None else compiled
-        name, vote = record.name, fingerprint(program.sequence)
+        name, vote = record.group or record.name, fingerprint(program.sequence)
         compare = lambda parameter: self._compare_use(name, parameter)  # noqa: E731
         eager = _with_comparisons(graph, parameters, compare)
 
@@ -207,8 +208,8 @@ class _Meeting:
             silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             what = value if " " in value else f"has a new program ({value})"
             raise RanksDisagreeError(
-                f"{name}, call {self._calls.get(name, 0)}: rank {self._rank} {what}, and ranks {silent} have not come to "
-                f"this point within {self._timeout.total_seconds():.0f} s. They run another program, or have ended. "
+                f"{name}, call {self._calls.get(name, 0)}: rank {self._rank} {what}, and ranks {silent} have not come "
+                f"to this point within {self._timeout.total_seconds():.0f} s. They run another program, or have ended. "
                 "Every rank must take the same path through the step."
             ) from error
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Optional
 
+import torch
 from lightning.fabric.wrappers import _LIGHTNING_MODULE_STEP_METHODS as STEP_METHODS
 from lightning.pytorch import LightningModule
 from torch import nn
@@ -27,22 +28,25 @@ class CompiledModule:
     Args:
         module: The module.
         engine: Compiles.
+        number: Which of the modules of the strategy it is.
     """
 
-    def __init__(self, module: nn.Module, engine: Engine) -> None:
+    def __init__(self, module: nn.Module, engine: Engine, number: int) -> None:
         self.module = module
+        self._number = number
         self.records: dict[str, Record] = {}
         self._engine = engine
         self._pipeline: Optional[Pipeline] = None
         self._calls: dict[str, Callable] = {}
+        self._steps: dict[str, CompiledStep] = {}
         self._shared: Optional[tuple[StepRecorder, OpaqueMachinery]] = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = self._redirected_method()
         if name not in self._calls:
             self._calls[name] = self._make(name)
-        if self._engine.agreement is not None:
-            self._engine.agreement.begin(name)
+        if name not in self._steps:
+            begin_call(self._engine, self.records[name], f" of module {self._number}" if self._number else "")
         with gathering(self._engine), recording(self.records[name]):
             return self._calls[name](*args, **kwargs)
 
@@ -88,12 +92,15 @@ class CompiledModule:
         whole, parts = (self._engine.pipeline({"": module}, only, "step") for only in (True, fullgraph))
         whole.prepare = copy_changed_notes
         step = CompiledStep(module, name, StepPipelines(whole, parts), *self._shared, self._engine.agreement)
-        self.records[name] = step.record
+        self._steps[name], self.records[name] = step, step.record
+        return lambda *args, **kwargs: step(args, kwargs, module._fabric_optimizers, [], nullcontext)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return step(args, kwargs, module._fabric_optimizers, [], nullcontext)
 
-        return call
+def begin_call(engine: Engine, record: Record, owner: str = "") -> None:
+    """Other modules, and inference, have programs with other collectives: ranks compare only those of one kind."""
+    if engine.agreement is not None:
+        record.group = f"{record.name}{owner}{'' if torch.is_grad_enabled() else ' without gradients'}"
+        engine.agreement.begin(record.group)
 
 
 def gathering(engine: Engine) -> AbstractContextManager:

@@ -23,7 +23,7 @@ from lightning_thunder_strategy.distributed import checkpoint as states
 from lightning_thunder_strategy.distributed import sharding
 from lightning_thunder_strategy.distributed.schemes import whole
 from lightning_thunder_strategy.strategies import storage
-from lightning_thunder_strategy.strategies.compiled_calls import CompiledModule, gathering
+from lightning_thunder_strategy.strategies.compiled_calls import CompiledModule, begin_call, gathering
 from lightning_thunder_strategy.strategies.engine import Engine
 
 _State = dict[str, Union[nn.Module, Optimizer, Any]]
@@ -86,7 +86,7 @@ class CompiledModulesStrategy(Strategy):
                 "itself: pass the plain module to `fabric.setup`."
             )
         module = self._engine.setup_module(module, self.root_device, optimizers)
-        compiled = CompiledModule(module, self._engine)
+        compiled = CompiledModule(module, self._engine, len(self._compiled))
         self._compiled.append(compiled)
         return compiled_view(module, compiled, lambda: list(compiled.records.values()))
 
@@ -117,11 +117,11 @@ class CompiledModulesStrategy(Strategy):
         pipeline = self._engine.pipeline(modules, self.compile_config.fullgraph)
         compiled_function = CompiledFunction(function, pipeline, Record(name))
         self._functions.append(compiled_function.record)
-        engine = self._engine
+        engine, record = self._engine, compiled_function.record
+        owner = f" (function {len(self._functions)})" if len(self._functions) > 1 else ""
 
         def around(call: Callable[[], Any]) -> Any:
-            if engine.agreement is not None:
-                engine.agreement.begin(name)
+            begin_call(engine, record, owner)
             with gathering(engine), inlined_views():
                 return call()
 
