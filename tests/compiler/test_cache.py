@@ -118,6 +118,14 @@ def test_a_folder_that_cannot_be_written_is_said_and_does_no_harm(tmp_path, monk
         cache.store("key", Program())
 
 
+def test_what_cannot_be_written_leaves_no_half_file(folder, monkeypatch):
+    monkeypatch.setattr(os, "replace", lambda *args: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.warns(lts.CompileWarning, match="could not be stored beside the compile cache: disk full"):
+        cache.store("key", Program())
+    assert list(folder.iterdir()) == []
+    monkeypatch.undo()
+
+
 def test_a_trace_from_another_process_says_which_constants_it_lacks():
     graph = torch.fx.Graph()
     graph.output(graph.call_function(torch.mul, (graph.placeholder("x"), graph.get_attr("table"))))

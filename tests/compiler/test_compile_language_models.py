@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from litgpt import GPT
 from litgpt.config import Config
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import BertConfig, BertForSequenceClassification, DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import lightning_thunder_strategy as lts
 from tests.compiler.parity import assert_same, eager_compiled
@@ -117,3 +117,43 @@ def test_bert_with_dropout_and_mask_trains_as_eager():
         return module(input_ids=tokens, attention_mask=mask, labels=torch.tensor([0, 2])).loss
 
     compare(net, loss, [(torch.randint(0, 61, (2, 9)),)] * 2, dtype=torch.float32)
+
+
+def test_a_mixture_of_experts_trains_as_eager_in_pieces():
+    torch.manual_seed(0)
+    config = Config(
+        block_size=16, vocab_size=61, padded_vocab_size=64, n_layer=1, n_head=2, n_embd=16, intermediate_size=24,
+        mlp_class_name="LLaMAMoE", n_expert=4, n_expert_per_token=2, norm_class_name="RMSNorm", bias=False,
+        parallel_residual=False, moe_intermediate_size=24, rotary_percentage=1.0,
+    )  # fmt: skip
+    net = GPT(config).double()
+    other = copy.deepcopy(net)
+    compiled = eager_compiled(net, fullgraph=False)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        tokens = torch.randint(0, 61, (2, 7))
+        for call in (compiled, other):
+            call(tokens).square().mean().backward()
+        for (name, mine), theirs in zip(net.named_parameters(), other.parameters()):
+            assert_same(mine.grad, theirs.grad, name, atol=1e-15)
+    (step,) = lts.explain(compiled).to_dict()["steps"].values()
+    assert step["graph_breaks"] and all(item["line"] > 0 and item["reason"] for item in step["graph_breaks"])
+
+
+def test_a_cache_of_transformers_is_updated_once_a_call():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    net = LlamaForCausalLM(config).eval()
+    compiled = eager_compiled(net, fullgraph=False)
+    results = []
+    for call in (compiled, net):
+        cache = DynamicCache()
+        with torch.no_grad():
+            for tokens in ([[1, 2, 3]], [[4]], [[5]], [[6]]):
+                logits = call(input_ids=torch.tensor(tokens), past_key_values=cache, use_cache=True).logits
+        results.append([logits, cache.get_seq_length(), [layer.keys for layer in cache.layers]])
+    assert results[0][1] == 6
+    assert_same(*results)

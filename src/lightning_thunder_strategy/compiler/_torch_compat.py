@@ -375,10 +375,16 @@ def _without_cudagraphs() -> contextlib.AbstractContextManager:
 
 def size_hint(size: Any) -> int:
     """The value a size had when it was compiled, also where it is symbolic."""
-    if isinstance(size, int):
-        return size
-    hint = getattr(getattr(size, "node", None), "hint", None)
-    return int(hint) if hint is not None else 1
+    return int(number_hint(size))
+
+
+def number_hint(number: Any) -> Any:
+    """The value a number had when it was compiled, also where it is symbolic."""
+    if isinstance(number, (int, float, bool)):
+        return number
+    hint = getattr(getattr(number, "node", None), "hint", None)
+    kind = {torch.SymFloat: float, torch.SymBool: bool}.get(type(number), int)
+    return kind(hint) if hint is not None else kind(1)
 
 
 def aot_cache(enabled: bool) -> contextlib.AbstractContextManager:

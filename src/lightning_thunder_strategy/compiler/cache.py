@@ -61,13 +61,17 @@ def load(key: str) -> Optional[dict[str, Any]]:
 
 def store(key: str, program: Program) -> None:
     """Write a program's record under ``key``, complete or not at all."""
+    temporary = None
     try:
         folder = _folder()
+        text = json.dumps(program.to_dict())
         handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
         with os.fdopen(handle, "w") as file:
-            json.dump(program.to_dict(), file)
+            file.write(text)
         os.replace(temporary, folder / f"{key}.json")
-    except OSError as error:
+    except (OSError, TypeError, ValueError) as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
         warn(f"The traces of a compiled program could not be stored beside the compile cache: {error}")
 
 

@@ -90,8 +90,9 @@ class Differentiation:
         for transform in self._transforms:
             if type(transform).joint is not Transform.joint:
                 run_pass(self._program, transform, lambda t: t.joint(trace), [trace])
+        edited = {index for kind, index in _torch_compat.output_descriptions(joint.graph) if kind == "edited"}
         forward, backward = _torch_compat.min_cut_partition(joint, inputs, **kwargs)
-        _copy_saved_edits(forward, kwargs["num_fwd_outputs"])
+        _copy_saved_edits(forward, kwargs["num_fwd_outputs"], edited)
         _sort_saved_values(forward, backward, kwargs["num_fwd_outputs"])
         names = self._name_inputs(forward.graph)
         known = self._name_backward(forward.graph, backward.graph, names)
@@ -198,13 +199,17 @@ def run_pass(
     program.traces += [trace.snapshot(f"after {transform.name}, {1e3 * seconds:.1f} ms") for trace in traces]
 
 
-def _copy_saved_edits(forward: fx.GraphModule, outputs: int) -> None:
+def _copy_saved_edits(forward: fx.GraphModule, outputs: int, edited: set[Optional[int]]) -> None:
     """Save a copy of an input that the backward needs and that gets a new value after the forward.
 
     Such as BatchNorm's statistics in a checkpointed region, which the backward computes again.
+
+    Args:
+        forward: The forward program.
+        outputs: How many of its outputs are not saved values.
+        edited: Which inputs of the acquired program get a new value.
     """
     placeholders = forward.graph.find_nodes(op="placeholder")
-    edited = {index for kind, index in _torch_compat.output_descriptions(forward.graph) if kind == "edited"}
     changed = {node for node in placeholders if _torch_compat.aot_input_index(node) in edited}
     result = next(iter(reversed(forward.graph.nodes)))
     saved = list(result.args[0])

@@ -264,7 +264,7 @@ def _describe(name: str, origin: Origin, value: Any, differentiable: bool) -> Tr
             layout=layout,
         )
     if isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        number = value if isinstance(value, (int, float, bool)) else _torch_compat.size_hint(value)
+        number = _torch_compat.number_hint(value)
         return TraceInput(name, "integer", origin.origin, type_text(value), value=number)
     value = _torch_compat.real_object(value)
     expression = mesh_expression(value) if isinstance(value, DeviceMesh) else origin.origin
