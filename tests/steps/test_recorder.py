@@ -187,7 +187,14 @@ class ReadsState(WithMetrics):
         return loss
 
 
-@pytest.mark.parametrize("make", [ComputesWithValue, BranchesOnValue, ReadsState])
+class ReadsCollected(WithMetrics):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, logits, y = self.parts(batch)
+        self.log("metric", loss)
+        return loss * (1 + self.trainer.callback_metrics["metric"].detach())
+
+
+@pytest.mark.parametrize("make", [ComputesWithValue, BranchesOnValue, ReadsState, ReadsCollected])
 def test_a_step_that_computes_with_a_metric_is_cut_with_one_message_and_trains_as_eager(make) -> None:
     with compile_warnings() as messages:
         ours, eager = fit_both(make)

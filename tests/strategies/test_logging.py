@@ -152,6 +152,23 @@ def test_logging_a_changing_learning_rate_costs_at_most_one_more_program(schedul
     )
 
 
+def test_a_step_that_sets_the_learning_rate_leaves_the_optimizer_as_eager() -> None:
+    class Warmup(Linear):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            for group in self.optimizers().param_groups:
+                group["lr"] = 0.1 * min(1.0, (self.global_step + 1) / 5)
+            return self.loss(batch)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    with compile_warnings() as messages:
+        ours, eager = fit_both(Warmup, max_epochs=3)
+    assert messages == []
+    assert_same_training(ours, eager)  # the optimizer's groups too: Dynamo would set `capturable`
+    assert_one_program_each(ours, "training_step")
+
+
 def test_an_overridden_log_method_is_called_with_the_real_values() -> None:
     class Prefixed(Linear):
         def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:

@@ -252,6 +252,17 @@ def test_finetuning_trains_as_eager_with_one_more_program() -> None:
     assert all(gradients["net.0.weight"] is None for gradients in ours.gradients[:3])
 
 
+def test_checkpointed_batchnorm_gets_the_gradients_of_eager() -> None:
+    class Checkpointed(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.utils.checkpoint.checkpoint(self.net, x, use_reentrant=False)
+
+    ours, eager = fit_both(Checkpointed)
+    assert_same([dict(g) for g in ours.gradients], [dict(g) for g in eager.gradients], "gradients")
+    # eager PyTorch counts each batch twice, because it runs the forward twice
+    assert (ours.module.net[1].num_batches_tracked, eager.module.net[1].num_batches_tracked) == (6, 12)
+
+
 def test_learning_rate_finder_suggests_what_it_suggests_under_eager(tmp_path) -> None:
     suggestions = []
     for strategy in (thunder(), "auto"):

@@ -9,8 +9,8 @@ from lightning.pytorch import LightningModule
 from torch.optim import Optimizer
 from torchmetrics import Metric, MetricCollection
 
-from lightning_thunder_strategy.steps.loggers import Loggers, real_experiment
-from lightning_thunder_strategy.steps.recorder import trainer_loggers, walk
+from lightning_thunder_strategy.steps.loggers import Loggers, own
+from lightning_thunder_strategy.steps.recorder import walk
 
 _MODULE_METHODS = (
     "log", "log_dict", "print", "manual_backward", "toggle_optimizer", "untoggle_optimizer", "toggled_optimizer",
@@ -27,7 +27,11 @@ class OpaqueMachinery:
 
     def __init__(self, module: LightningModule) -> None:
         self._module = module
-        self._loggers = Loggers(lambda cls, name: torch.compiler.disable(getattr(cls, name)), OpaqueExperiment)
+        self._loggers = Loggers(
+            lambda cls, name: torch.compiler.disable(getattr(cls, name)),
+            OpaqueExperiment,
+            lambda name: torch.compiler.disable(lambda connector: own(connector, name)),
+        )
         self._wrapped: dict[int, tuple[Any, dict[str, Callable]]] = {}
 
     @contextmanager
@@ -43,7 +47,7 @@ class OpaqueMachinery:
                 attributes = vars(target)
                 saved.append((attributes, names, {name: attributes[name] for name in names if name in attributes}))
                 attributes.update(self._hidden_methods(target, names))
-            with self._loggers.replaced(trainer_loggers(self._module)):
+            with self._loggers.replaced(self._module):
                 yield
         finally:
             for attributes, names, before in saved:
@@ -69,7 +73,7 @@ class OpaqueExperiment:
     @torch.compiler.disable
     def __getattr__(self, name: str) -> Any:
         if name not in self._methods:
-            value = getattr(real_experiment(self._logger), name)
+            value = getattr(own(self._logger, "experiment"), name)
             if not callable(value):
                 return value
             self._methods[name] = torch.compiler.disable(value)

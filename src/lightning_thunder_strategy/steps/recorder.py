@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_thunder_strategy.steps.lists import GrowingList, GrowingLists
-from lightning_thunder_strategy.steps.loggers import Loggers, real_experiment
+from lightning_thunder_strategy.steps.loggers import Loggers, own
 from lightning_thunder_strategy.steps.notes import Note, kept
-from lightning_thunder_strategy.steps.token import Token, has_token, resolved, store_values
+from lightning_thunder_strategy.steps.token import MetricValueUsedError, Token, has_token, resolved, store_values
 
 _OWN_REFERENCES = 2  # to a token: a local variable, the argument of getrefcount
 
@@ -36,7 +36,9 @@ class StepRecorder:
         self._logging = _recording_log(module, self._notes)
         self._lists = GrowingLists(vars(module), self._notes)
         self._loggers = Loggers(
-            lambda cls, name: _recording_call(self._notes, name), lambda logger: RecordedExperiment(logger, self._notes)
+            lambda cls, name: _recording_call(self._notes, name),
+            lambda logger: RecordedExperiment(logger, self._notes),
+            _refuse_collected,
         )
         self._metrics: list[Any] = []
         self._classes: dict[tuple, type] = {}
@@ -64,8 +66,7 @@ class StepRecorder:
                 classes.append((metric, type(metric)))
                 _put(metric, methods, saved)
                 object.__setattr__(metric, "__class__", cls)
-            loggers = trainer_loggers(self._module)
-            with self._loggers.replaced(loggers) if loggers else nullcontext():
+            with self._loggers.replaced(self._module):
                 yield
         finally:
             self._lists.take_back(lists)
@@ -112,8 +113,8 @@ class StepRecorder:
         if not store_values(self._module, {token.number: value}) and not returned:
             raise RuntimeError(
                 f"The step keeps the result of {name} somewhere outside its module, where its value cannot be filled "
-                "in after the step. Keep it in an attribute of the LightningModule, or compile less than the whole step "
-                "(compile='forward')."
+                "in after the step. Keep it in an attribute of the LightningModule, or compile less than the whole "
+                "step (compile='forward')."
             )
 
     def _find_metrics(self) -> None:
@@ -143,11 +144,6 @@ class StepRecorder:
             }  # fmt: skip
             self._classes[cls, states] = type(cls.__name__, (cls,), body)
         return self._classes[cls, states]
-
-
-def trainer_loggers(module: LightningModule) -> list[Any]:
-    """The loggers that a step may use."""
-    return list(module._trainer.loggers) if module._trainer is not None else []
 
 
 def walk(root: nn.Module) -> list[nn.Module]:
@@ -200,7 +196,7 @@ class RecordedExperiment:
 
     @property
     def real(self) -> Any:
-        return real_experiment(self._logger)
+        return own(self._logger, "experiment")
 
 
 def _recording_log(module: LightningModule, notes: list[Note]) -> dict[str, Callable]:
@@ -230,8 +226,15 @@ def _recording_methods(metric: Any, notes: list[Note]) -> dict[str, Callable]:
     return {function.__name__: MethodType(function, metric) for function in (update, compute, reset)}
 
 
+def _refuse_collected(name: str) -> Callable[[Any], Any]:
+    def read(self: Any) -> Any:
+        raise MetricValueUsedError(f"The step reads trainer.{name}, which is only up to date after the step.")
+
+    return read
+
+
 def _refuse_state(self: Metric) -> Any:
-    raise RuntimeError("The step reads the state of a metric, which is only up to date after the step.")
+    raise MetricValueUsedError("The step reads the state of a metric, which is only up to date after the step.")
 
 
 def _last_learning_rates(self: Any) -> list:
