@@ -46,7 +46,8 @@ def measure(args: argparse.Namespace, sharding: str) -> dict:
     def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(tokens).flatten(0, 1).float(), targets.flatten())
 
-    step = lts.compile(loss_of, executors=[args.executor], transforms=transforms, config=lts.CompileConfig(fullgraph=True))
+    config = lts.CompileConfig(fullgraph=True)
+    step = lts.compile(loss_of, executors=[args.executor], transforms=transforms, config=config)
     tokens = torch.randint(0, model.config.vocab_size, (args.batch, args.length + 1), device=device)
     seconds = []
     if device.type == "cuda":

@@ -28,8 +28,6 @@ import lightning_thunder_strategy as lts
 
 SAMPLES = 2
 TOLERANCES = {torch.float64: (1e-7, 1e-7), torch.float32: (1e-4, 1e-4), torch.bfloat16: (2e-2, 2e-2)}
-RANDOM = ("bernoulli", "multinomial", "normal", "rand", "dropout", "rrelu", "empty", "exponential", "cauchy", "geometric",
-          "log_normal", "uniform", "fractional_max_pool")  # fmt: skip
 
 
 @dataclass
@@ -71,7 +69,8 @@ def check(op: Any, dtype: torch.dtype, executors: Sequence[str] = ("eager",)) ->
 def _check_sample(op: Any, dtype: torch.dtype, sample: Any, backward: bool, executors: Sequence[str]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         result = op(*args, **kwargs)
-        return sample.output_process_fn_grad(result) if backward and sample.output_process_fn_grad is not None else result
+        process = sample.output_process_fn_grad if backward else None
+        return result if process is None else process(result)
 
     arguments = (sample.input, *sample.args)
     try:
@@ -156,7 +155,8 @@ def main() -> None:
                 print(outcomes[-1], flush=True)
     for dtype in args.dtypes:
         counts = Counter(outcome.result for outcome in outcomes if outcome.dtype == dtype)
-        print(f"{dtype}: {sum(counts.values())} tried, " + ", ".join(f"{n} {what}" for what, n in sorted(counts.items())))
+        results = ", ".join(f"{number} {result}" for result, number in sorted(counts.items()))
+        print(f"{dtype}: {sum(counts.values())} tried, {results}")
     print(f"{time.perf_counter() - started:.0f} s with executors {args.executors}, torch {torch.__version__}")
     if args.output is not None:
         args.output.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1))
