@@ -139,6 +139,9 @@ def check_training_goes_on_from_parameters_that_stayed_sharded() -> None:
         module, data = make("smooth")
         first = fit(strategy(), module, data, **SHORT)
         results.append((first, fit(strategy(), module, data, **SHORT)))
+    module, data = make("smooth")
+    first = fit(thunder("zero3", unshard_on_teardown=False), module, data, **SHORT)
+    results.append((first, fit(thunder("ddp"), module, data, **SHORT)))
     for first, second in results[1:]:
         assert_equal_results(first, results[0][0], **EXACT)
         assert_equal_results(second, results[0][1], **EXACT)

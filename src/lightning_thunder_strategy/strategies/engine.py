@@ -98,6 +98,8 @@ class Engine:
             transform.module(module)
         place = self.scheme.place if self.sharded and self.scheme is not None else None
         replaced = materialize(module, device, place)
+        if self.parallelism == "ddp" and sharding.has_sharded_parameters(module):  # by an earlier fit
+            replaced.update(sharding.restore_parameters(module))
         if self.scheme is not None:
             replaced.update(sharding.parallelize(module, self.scheme))
             broadcast_buffers(module, self.scheme.mesh)
