@@ -55,10 +55,7 @@ CASES = {
 def no_program_caches():
     import torch._functorch.config
 
-    with (
-        torch._functorch.config.patch(enable_autograd_cache=False),
-        torch._inductor.config.patch(fx_graph_cache=False),
-    ):
+    with torch._functorch.config.patch(enable_autograd_cache=False), torch._inductor.config.patch(fx_graph_cache=False):
         yield
 
 

@@ -152,11 +152,7 @@ def _own_code(function: Callable) -> Callable:
     _copies[place] += 1
     name = code.co_name if _copies[place] == 1 else f"{code.co_name}#{_copies[place]}"
     copy = types.FunctionType(
-        code.replace(co_name=name),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
+        code.replace(co_name=name), function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     copy.__dict__.update(function.__dict__)
