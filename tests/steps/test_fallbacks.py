@@ -302,3 +302,89 @@ def test_submodules_that_only_a_later_step_calls_are_compiled_too() -> None:
     ours, eager = fit_both(Alternates, {"compile": "submodules"})
     assert_same_training(ours, eager)
     assert ours.step()["graphs"] == 2
+
+
+class GradientPenalty(Linear):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = x.clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(self.net(x).square().sum(), x, create_graph=True)
+        return nn.functional.cross_entropy(self.net(x), y) + slope.norm()
+
+
+class Forces(Linear):
+    """The gradient of an energy is the prediction."""
+
+    def forces(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_(True)
+            return torch.autograd.grad(torch.tanh(self.net(x)).sum(), x, create_graph=self.training)[0]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.forces(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("force", self.forces(batch[0]).square().mean())
+
+
+@pytest.mark.parametrize("make", [GradientPenalty, Forces])
+def test_a_step_that_takes_gradients_of_gradients_trains_as_eager(make) -> None:
+    with compile_warnings() as messages:
+        ours, eager = fit_both(make, val=classification_data(seed=9))
+    assert_same_training(ours, eager)
+    assert all("one compiled program" in message for message in messages)
+
+
+def test_direct_backward_in_manual_optimization_trains_as_eager() -> None:
+    class Manual(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            loss = self.loss(batch)
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.parameters(), 0.1)
+            optimizer.step()
+            self.log("loss", loss)
+
+    ours, eager = fit_both(Manual)
+    assert_same_training(ours, eager)
+    assert ours.step()["graphs"] > 0
+
+
+class PenaltyInManualOptimization(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def penalty(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_(True)
+        return torch.autograd.grad(torch.tanh(self.net(x)).sum(), x, create_graph=True)[0].norm()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch) + self.penalty(batch[0]))
+        optimizer.step()
+
+
+def test_a_gradient_penalty_in_manual_optimization_trains_as_eager() -> None:
+    ours, eager = fit_both(PenaltyInManualOptimization)
+    assert_same_training(ours, eager)
+    assert ours.step()["graphs"] > 0
+
+
+def test_differentiating_a_compiled_part_twice_is_an_error_with_the_fix() -> None:
+    class Cut(PenaltyInManualOptimization):
+        def penalty(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_(True)
+            energy = torch.tanh(self.net(x)).sum()
+            print("cut")
+            return torch.autograd.grad(energy, x, create_graph=True)[0].norm()
+
+    with pytest.raises(RuntimeError, match="compile='off'"):
+        fit(Cut, thunder())
+    fit(Cut, thunder(compile="off"))

@@ -87,18 +87,35 @@ def compile_settings(sources: Sequence[str]) -> contextlib.AbstractContextManage
     Integers reached through modules are symbolic, those named by ``sources`` (regular expressions) from the first value
     on. Hooks that are put on a module after it was compiled make a new program. Recurrent layers are never part of one:
     torch's decomposition leaves out the dropout between their layers. Optimizers that a program looks at stay as they
-    are: Dynamo would set their ``capturable``.
+    are: Dynamo would set their ``capturable``. ``torch.autograd.grad`` is part of programs (torch 2.13), because it could
+    not be differentiated again if it were applied to a compiled one; ``backward`` never is.
     """
     from torch._dynamo.variables.optimizer import OptimizerVariable
 
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(OptimizerVariable, "_set_capturable", lambda self, tx: None))
     settings = {"allow_unspec_int_on_nn_module": True, "skip_nnmodule_hook_guards": False, "allow_rnn": False}
+    if hasattr(torch._dynamo.config, "trace_autograd_ops"):
+        settings["trace_autograd_ops"] = True
+        stack.enter_context(_backward_not_traced())
     stack.enter_context(torch._dynamo.config.patch(settings))
     if sources:
         known = [source for source in torch.compiler.config.dynamic_sources.split(",") if source]
         stack.enter_context(torch.compiler.config.patch(dynamic_sources=",".join([*known, *sources])))
     return stack
+
+
+def _backward_not_traced() -> contextlib.AbstractContextManager:
+    """While open, Dynamo cuts programs at ``Tensor.backward``, as it does by default."""
+    from torch._dynamo.variables.tensor import TensorVariable
+
+    original = TensorVariable.method_backward
+
+    def method_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with torch._dynamo.config.patch(trace_autograd_ops=False):
+            return original(self, *args, **kwargs)
+
+    return mock.patch.object(TensorVariable, "method_backward", method_backward)
 
 
 class suppress_dynamo_errors(contextlib.AbstractContextManager):

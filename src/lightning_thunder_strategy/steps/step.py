@@ -241,7 +241,10 @@ class CompiledStep:
         if self._fullgraph or not isinstance(error, CompileError) or self.unit != "whole":
             raise error
         where = f"{error.file}:{error.line}: " if error.file else ""
-        self._enter("submodules" if error.recompile_limit else "parts", f"{where}{error.reason}")
+        unit: Unit = "submodules" if error.recompile_limit else "parts"
+        if "torch.autograd.grad" in error.reason:
+            unit = "eager"  # a compiled part could not be differentiated twice
+        self._enter(unit, f"{where}{error.reason}")
 
     def _begin_manual_optimization(self) -> None:
         if self._fullgraph:
