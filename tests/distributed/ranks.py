@@ -44,7 +44,7 @@ def run_ranks(
         For each scenario, one result a rank.
     """
     with tempfile.TemporaryDirectory() as folder:
-        ports = [str(_free_port()) for _ in scenarios]
+        ports = [str(free_port()) for _ in scenarios]
         processes = []
         for rank in range(world_size):
             variables = {
@@ -96,12 +96,18 @@ def _wait(processes: list[subprocess.Popen], timeout: float) -> bool:
         return False
     finally:
         for process in processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            end(process)
 
 
-def _free_port() -> int:
+def end(process: subprocess.Popen) -> None:
+    """End a process that leads a process group, and what it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
