@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_thunder_strategy import ThunderFSDPStrategy
 from tests.distributed import launched
 from tests.distributed.models import vectors
 from tests.distributed.ranks import ROOT, end, free_port
@@ -77,3 +78,8 @@ def test_processes_that_stay_serve_later_stages_and_trainers(runs: dict[str, tup
     popen, torchrun = (json.loads((runs[way][0] / "result0.json").read_text()) for way in ("popen", "torchrun"))
     assert popen["steps"] == torchrun["steps"] == 3
     assert abs(popen["val"] - torchrun["val"]) < 1e-5
+
+
+def test_spawned_processes_must_bring_whole_weights_back() -> None:
+    with pytest.raises(ValueError, match="unshard_on_teardown=False is not allowed with start_method='spawn'"):
+        ThunderFSDPStrategy(start_method="spawn", unshard_on_teardown=False)

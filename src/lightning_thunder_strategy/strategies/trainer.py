@@ -146,7 +146,7 @@ class ThunderFSDPStrategy(_Distributed):
         transforms: Your own passes over the program, in order.
         compile: ``"step"``, ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
         unshard_on_teardown: Whether the module has whole, plain parameters again after ``fit``: ``True``, ``False``, or
-            ``"auto"`` for models under 1 GiB.
+            ``"auto"`` for models under 1 GiB, and always if ``start_method`` is not ``"popen"``.
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
             to which each rank writes its part.
         report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
@@ -180,6 +180,13 @@ class ThunderFSDPStrategy(_Distributed):
         check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         config = compile_config(compile, highest="step")
+        if start_method != "popen":  # such processes hand the weights back to the main process
+            if unshard_on_teardown is False:
+                raise ValueError(
+                    f"unshard_on_teardown=False is not allowed with start_method={start_method!r}, which brings whole "
+                    "weights back to the main process: choose 'auto' or True, or start_method='popen'."
+                )
+            unshard_on_teardown = True
         options = StrategyOptions(executors, transforms, config, unshard_on_teardown, state_dict_type, report)
         self._use(Engine(options, sharding, timeout))
         self._broadcast_buffers = broadcast_buffers
