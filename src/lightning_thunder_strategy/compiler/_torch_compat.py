@@ -87,8 +87,8 @@ def compile_settings(sources: Sequence[str]) -> contextlib.AbstractContextManage
     Integers reached through modules are symbolic, those named by ``sources`` (regular expressions) from the first value
     on. Hooks that are put on a module after it was compiled make a new program. Recurrent layers are never part of one:
     torch's decomposition leaves out the dropout between their layers. Optimizers that a program looks at stay as they
-    are: Dynamo would set their ``capturable``. ``torch.autograd.grad`` is part of programs (torch 2.13), because it could
-    not be differentiated again if it were applied to a compiled one; ``backward`` never is.
+    are: Dynamo would set their ``capturable``. ``torch.autograd.grad`` is part of programs (torch 2.13), because it
+    could not be differentiated again if it were applied to a compiled one; ``backward`` never is.
     """
     from torch._dynamo.variables.optimizer import OptimizerVariable
 

@@ -346,7 +346,7 @@ def _refuse_weight_averaging(callbacks: Sequence[Any]) -> None:
     for callback in callbacks:
         if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
             raise TypeError(
-                f"The callback {type(callback).__name__} averages a copy of the module that it made before the parameters "
-                "were sharded, and cannot mix the two: leave it out, or use a strategy that keeps parameters whole, such "
-                "as ThunderDDPStrategy."
+                f"The callback {type(callback).__name__} averages a copy of the module that it made before the "
+                "parameters were sharded, and cannot mix the two: leave it out, or use a strategy that keeps "
+                "parameters whole, such as ThunderDDPStrategy."
             )
