@@ -1,5 +1,6 @@
 """ZeRO-3: what the backward needs of a gathered parameter is gathered again."""
 
+import operator
 from dataclasses import dataclass
 from typing import Optional
 
@@ -17,13 +18,19 @@ _REGION = 10**6  # one number for all gathers, so that neighbouring checkpoint r
 class GatherAgain(Transform):
     """Tags each parameter's all-gather to be computed again in the backward (ZeRO-3).
 
-    Without it the partitioner saves the gathered parameter for the backward (ZeRO-2). A gather of an activation, which
-    does not start at an input of the program, is left alone.
+    Without it the partitioner saves the gathered parameter for the backward (ZeRO-2). Casts and views of it are
+    computed again with it. A gather of an activation, which does not start at an input of the program, is left alone.
     """
 
     def joint(self, trace: Trace) -> None:
+        gathered: set[fx.Node] = set()  # and what is only a cast or view of it
         for node in trace.graph.nodes:
             chain = parameter_gather(node)
+            if chain is not None:
+                gathered.add(node)
+            elif _is_form_of(node, gathered):
+                gathered.add(node)
+                chain = [node]
             for member in chain or ():
                 _torch_compat.mark_recompute(member, _REGION)
 
@@ -41,6 +48,21 @@ def parameter_gather(node: fx.Node) -> Optional[list[fx.Node]]:
         chain.append(source)
         source = source.all_input_nodes[0]
     return chain if isinstance(source, fx.Node) and source.op == "placeholder" else None
+
+
+_FORMS = (
+    "_to_copy", "convert_element_type", "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "slice", "expand",
+    "alias", "detach", "clone", "unsqueeze", "squeeze", "select", "split", "split_with_sizes", "unbind", "as_strided",
+)  # fmt: skip
+
+
+def _is_form_of(node: fx.Node, gathered: set[fx.Node]) -> bool:
+    """Whether ``node`` is another form of one gathered parameter: a cast, a view, a part."""
+    if node.op != "call_function" or not any(used in gathered for used in node.all_input_nodes[:1]):
+        return False
+    if node.target is operator.getitem:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in _FORMS
 
 
 def _is(node: fx.Node, name: str) -> bool:
