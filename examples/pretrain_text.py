@@ -74,7 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     devices = torch.cuda.device_count() or 2
     parser.add_argument("--devices", type=int, default=int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch-size", type=int, default=16, help="windows on each device")
     parser.add_argument("--length", type=int, default=128, help="bytes a window")
     parser.add_argument("--layers", type=int, default=2)
