@@ -277,7 +277,7 @@ def _many_values_on_rank_one(module: Any, hidden: Tensor, batch_idx: int) -> Ten
 
 
 def _silent_ranks_are_named(action: Callable) -> None:
-    """The others are in a program already: every rank stops within the timeouts, and the error names the silent rank."""
+    """The others are in a program already: all stop within the timeouts, and the error names the silent rank."""
     text, seconds = _disagreement(action, "zero3", seconds=5)
     if _rank() == 1:
         assert text.startswith("RanksDisagreeError") and "ranks [0]" in text, text

@@ -155,7 +155,9 @@ def _equals_ordinary_construction(build: Callable[[], nn.Module], **options: Any
         assert any(start.sharded.values()) == (kind == "zero3")
         assert start.weights.keys() == {f"net.{name}" for name in ordinary}
         for name, value in ordinary.items():
-            torch.testing.assert_close(start.weights[f"net.{name}"], value, rtol=0, atol=0, msg=lambda t, n=name: f"{n}: {t}")
+            torch.testing.assert_close(
+                start.weights[f"net.{name}"], value, rtol=0, atol=0, msg=lambda t, n=name: f"{n}: {t}"
+            )
         assert len(result.losses) == 1
 
 
@@ -328,7 +330,7 @@ class HuggingFace(Base):
 
 
 def check_hugging_face_models_on_meta() -> None:
-    """Initialised by their ``_init_weights``: norms are one, weights have the configured spread, buffers are computed."""
+    """By their ``_init_weights``: norms are one, weights have the configured spread, buffers are computed."""
     for tied in (False, True):
         torch.manual_seed(1)
         plain = HuggingFace(tied)

@@ -18,14 +18,7 @@ import lightning_thunder_strategy as lts
 from lightning_thunder_strategy.strategies import engine as engines
 from tests.distributed.models import MLP, Regression, Smooth, make, vectors
 from tests.distributed.parity import EXACT, _float64
-from tests.distributed.training import (
-    assert_equal_results,
-    fit,
-    fit_case,
-    loader,
-    thunder,
-    trainer,
-)
+from tests.distributed.training import assert_equal_results, fit, fit_case, loader, thunder, trainer
 
 SHORT: dict[str, Any] = {"max_epochs": 1, "limit_val_batches": 0}
 
@@ -50,8 +43,10 @@ def _is_the_users_own(module: nn.Module, sharded: bool) -> None:
 @contextmanager
 def _no_collectives() -> Iterator[list[str]]:
     """Notes every collective of torch.distributed that is called meanwhile."""
-    names = ("all_gather_into_tensor", "all_reduce", "broadcast", "barrier", "all_gather", "scatter", "all_gather_object",
-             "broadcast_object_list", "reduce_scatter_tensor")  # fmt: skip
+    names = (
+        "all_gather_into_tensor", "all_reduce", "broadcast", "barrier", "all_gather", "scatter", "all_gather_object",
+        "broadcast_object_list", "reduce_scatter_tensor",
+    )  # fmt: skip
     called: list[str] = []
     before = {name: getattr(torch.distributed, name) for name in names}
 
@@ -110,12 +105,17 @@ def _messages(function: Callable[[], Any]) -> list[str]:
 
 def check_unshard_on_teardown() -> None:
     limit = engines._AUTO_UNSHARD_LIMIT
-    for unshard, allowed, sharded in ((True, 1, False), (False, limit, True), ("auto", limit, False), ("auto", 1, True)):
+    for unshard, allowed, sharded in (
+        (True, 1, False),
+        (False, limit, True),
+        ("auto", limit, False),
+        ("auto", 1, True),
+    ):
         modules = []
         try:
             engines._AUTO_UNSHARD_LIMIT = allowed
             said = _messages(
-                lambda unshard=unshard: modules.append(
+                lambda unshard=unshard, modules=modules: modules.append(
                     fit_case(thunder("zero3", unshard_on_teardown=unshard), "smooth", **SHORT).module
                 )
             )

@@ -29,9 +29,7 @@ def runs(tmp_path_factory: Any) -> dict[str, tuple[Path, int, str]]:
         command = [*TORCHRUN, str(free_port()), *command] if way == "torchrun" else [sys.executable, *command]
         variables = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
         log = open(folder / "log", "wb")  # noqa: SIM115 - open as long as the process
-        process = subprocess.Popen(
-            command, env=variables, stdout=log, stderr=log, cwd=folder, start_new_session=True
-        )
+        process = subprocess.Popen(command, env=variables, stdout=log, stderr=log, cwd=folder, start_new_session=True)
         started[way] = (folder, process)
     try:
         return {

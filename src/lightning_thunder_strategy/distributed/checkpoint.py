@@ -1,7 +1,7 @@
 """Model and optimizer states of sharded and plain modules, as one full file or as a folder of shards.
 
-Full: what a single process would have written. Sharded: a folder of ``torch.distributed.checkpoint`` with a ``meta.pt``,
-as Lightning's own sharded strategies write it, so that its consolidate command reads it.
+Full: what a single process would have written. Sharded: a folder of ``torch.distributed.checkpoint`` with a
+``meta.pt``, as Lightning's own sharded strategies write it, so that its consolidate command reads it.
 """
 
 import warnings
@@ -47,7 +47,8 @@ def has_distributed_tensors(state: Any) -> bool:
 
 
 def place_state(state: Mapping[str, Any], module: nn.Module) -> dict[str, Any]:
-    """A plain model state with each tensor cut to this rank's shard where the module's is distributed. No collectives."""
+    """A plain model state with each tensor cut to this rank's shard where the module's is distributed. No
+    collectives."""
     own = module.state_dict()
     return {key: place_like(value, own.get(key)) for key, value in state.items()}
 

@@ -204,7 +204,8 @@ class _WholeParameterEdits(TorchFunctionMode):
 
 _ABOUT = (
     "requires_grad", "requires_grad_", "shape", "size", "numel", "dtype", "device", "ndim", "dim", "grad", "is_meta",
-    "layout", "__hash__", "__repr__", "is_leaf", "grad_fn", "register_hook", "names", "is_cuda", "stride", "__deepcopy__",
+    "layout", "__hash__", "__repr__", "is_leaf", "grad_fn", "register_hook", "names", "is_cuda", "stride",
+    "__deepcopy__",
 )  # fmt: skip
 
 

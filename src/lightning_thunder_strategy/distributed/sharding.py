@@ -52,7 +52,7 @@ def gathering(listed: bool = True) -> Iterator[None]:
 
 
 def watching_data() -> AbstractContextManager:
-    """While open inside :func:`gathering`, edits of ``parameter.data`` are noticed too. Dynamo must not read the code."""
+    """While open inside :func:`gathering`, edits of ``parameter.data`` are noticed too. Dynamo must not see it."""
     return edits.watching_data(_GATHERING.watch)
 
 
@@ -261,8 +261,8 @@ def _refuse_unsupported(modules: list[tuple[str, nn.Module]], scheme: Scheme) ->
             )
         if scheme.copies and getattr(module, "max_norm", None) is not None and hasattr(module, "weight"):
             raise TypeError(
-                f"The module `{name}` ({type(module).__name__}) has max_norm={module.max_norm!r}, with which its forward "
-                "edits its weight, and the edit would be lost with the gathered copy: leave max_norm out and "
+                f"The module `{name}` ({type(module).__name__}) has max_norm={module.max_norm!r}, with which its "
+                "forward edits its weight, and the edit would be lost with the gathered copy: leave max_norm out and "
                 "renormalize the weight in `on_train_batch_end`, or use ThunderDDPStrategy."
             )
         for parameter_name, parameter in module._parameters.items():

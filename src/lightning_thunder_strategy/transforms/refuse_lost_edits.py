@@ -46,8 +46,8 @@ class RefuseLostEdits(Transform):
 
 
 _ALIASES = (
-    "data", "_get_data_attr", "detach", "view", "reshape", "t", "transpose", "permute", "flatten", "squeeze", "unsqueeze",
-    "getitem", "__getitem__", "narrow", "select", "expand", "chunk", "split", "unbind", "T", "mT",
+    "data", "_get_data_attr", "detach", "view", "reshape", "t", "transpose", "permute", "flatten", "squeeze",
+    "unsqueeze", "getitem", "__getitem__", "narrow", "select", "expand", "chunk", "split", "unbind", "T", "mT",
 )  # fmt: skip
 
 

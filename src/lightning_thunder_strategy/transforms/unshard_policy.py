@@ -51,8 +51,9 @@ def parameter_gather(node: fx.Node) -> Optional[list[fx.Node]]:
 
 
 _FORMS = (
-    "_to_copy", "convert_element_type", "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "slice", "expand",
-    "alias", "detach", "clone", "unsqueeze", "squeeze", "select", "split", "split_with_sizes", "unbind", "as_strided",
+    "_to_copy", "convert_element_type", "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "slice",
+    "expand", "alias", "detach", "clone", "unsqueeze", "squeeze", "select", "split", "split_with_sizes", "unbind",
+    "as_strided",
 )  # fmt: skip
 
 
