@@ -233,6 +233,41 @@ def test_mode_forward_says_so_if_the_step_does_not_call_it_and_compiles_submodul
     assert (ours.step()["mode"], ours.step()["graphs"]) == ("submodules", 1)
 
 
+@pytest.mark.parametrize("mode", ["forward", "submodules"])
+def test_a_unit_that_is_not_called_is_an_error_under_fullgraph(mode: str) -> None:
+    class Bare(Linear):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return nn.functional.cross_entropy(nn.functional.linear(batch[0], self.net.weight), batch[1])
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([self.net.weight], lr=0.1)
+
+    with pytest.raises(lts.CompileError, match="forward" if mode == "forward" else "no submodule"):
+        fit(Bare, thunder(compile=lts.CompileConfig(mode=mode, fullgraph=True)))
+
+
+@pytest.mark.parametrize("mode", ["forward", "submodules"])
+def test_a_cut_inside_a_smaller_unit_is_said_once(mode: str) -> None:
+    class PrintingLayer(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x) * 2
+            print("cut")
+            return y + 1
+
+    class Module(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[4] = PrintingLayer(8, CLASSES)
+
+    with compile_warnings() as messages:
+        ours, eager = fit_both(Module, {"compile": mode})
+    assert_same_training(ours, eager)
+    assert len(messages) == 1 and "test_fallbacks.py:" in messages[0] and "print" in messages[0]
+    assert ours.step()["mode"] == mode and ours.step()["graphs"] > 1
+    with pytest.raises(lts.CompileError, match="print"):
+        fit(Module, thunder(compile=lts.CompileConfig(mode=mode, fullgraph=True)))
+
+
 def test_mode_submodules_compiles_what_the_step_calls() -> None:
     with compile_warnings() as messages:
         ours, eager = fit_both(Classifier, {"compile": "submodules"})

@@ -1,5 +1,6 @@
 """A LightningModule's step as a compiled function, in the largest unit that can be compiled."""
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_thunder_strategy.compiler.compile import CompiledFunction, CompileError
 from lightning_thunder_strategy.compiler.events import hide_frames, limit_text
 from lightning_thunder_strategy.compiler.pipeline import Pipeline
-from lightning_thunder_strategy.compiler.report import Record, recording, warn
+from lightning_thunder_strategy.compiler.report import GraphBreak, Record, recording, warn
 from lightning_thunder_strategy.distributed.agreement import AgreedFallback, Agreement
 from lightning_thunder_strategy.distributed.sharding import watching_data
 from lightning_thunder_strategy.steps.opaque import OpaqueMachinery
@@ -84,13 +85,14 @@ class CompiledStep:
         self._submodules: Optional[CompiledSubmodules] = None
         self._submodules_called = False
         self._programs_before = 0  # how many there were when this unit was entered
+        self._breaks_before = 0
         self._reason = ""  # why the step is not compiled in the unit that was asked for
         self._announced: Optional[Unit] = None  # the smaller unit that was warned of
         self.unit: Unit = _FIRST_UNIT[pipelines.whole.config.mode]
         self.record = Record(name, _MODE[self.unit])
         self._automatic_optimization = module.automatic_optimization
         if name == "training_step" and not module.automatic_optimization and self.unit == "whole":
-            self._begin_manual_optimization()
+            self._enter("parts", "it uses manual optimization")
 
     @property
     def outdated(self) -> bool:
@@ -131,6 +133,7 @@ class CompiledStep:
         record.mode, record.note, record.limit_reason = self.record.mode, self.record.note, None
         self.record = record
         self._programs_before = len(record.programs)
+        self._breaks_before = len(record.graph_breaks)
 
     def dry_run(self, args: tuple, environment: Callable[[], AbstractContextManager]) -> Any:
         """Compile the step by calling it, without its logging and metrics. Does nothing if it is not one program."""
@@ -246,24 +249,33 @@ class CompiledStep:
             unit = "eager"  # a compiled part could not be differentiated twice
         self._enter(unit, f"{where}{error.reason}")
 
-    def _begin_manual_optimization(self) -> None:
-        if self._fullgraph:
-            reason = "it uses manual optimization, whose backward and optimizer steps cannot be part of the program"
-            raise CompileError(self._name, reason, None, None, False)
-        self._enter("parts", "it uses manual optimization")
-
     def _enter(self, unit: Unit, reason: str) -> None:
         """Go on with a smaller unit. It is said once it is known how far the fall goes."""
+        if self._fullgraph:
+            raise CompileError(self._name, reason, None, None, False)
         self.unit, self._reason = unit, reason.rstrip(".")
         self._programs_before = len(self.record.programs)
+        self._breaks_before = len(self.record.graph_breaks)
         self.record.mode = _MODE[unit]
         self.record.note = f"not one compiled program: {self._reason}. {_WHAT[unit]}"
 
     def _announce(self) -> None:
-        """After a call: say what is compiled instead of the step, if that is new."""
+        """After a call: say what is compiled instead of the step, or where that is cut, if it is new."""
+        if self.unit in ("forward", "submodules") and len(self.record.graph_breaks) > self._breaks_before:
+            self._announce_cut(self.record.graph_breaks[self._breaks_before])
+            self._breaks_before = sys.maxsize  # the report has the others
         if self.unit == self._announced or not self._reason:
             return
         if self.unit == "submodules" and not self._submodules_called:
             return  # the next call tells whether there is anything to compile
         self._announced = self.unit
         warn(f"{self._name} is {self.record.note} Set fullgraph=True to make this an error.")
+
+    def _announce_cut(self, found: GraphBreak) -> None:
+        if found.reason.partition(":")[0] in self._reason:
+            return  # why the unit was entered: that was said
+        what = "forward that it calls is" if self.unit == "forward" else "submodules that it calls are"
+        warn(
+            f"{self._name}: the compiled {what} cut at {found.file}:{found.line}: {found.reason} That place runs "
+            "eagerly. Set fullgraph=True to make this an error."
+        )
