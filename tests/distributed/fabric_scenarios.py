@@ -423,6 +423,33 @@ def check_an_empty_module_gets_the_same_values_on_all_ranks() -> None:
         assert not torch.equal(weights(module)["first.weight"], before["first.weight"])
 
 
+def check_buffers_follow_rank_zero_as_in_ddp() -> None:
+    """Evaluation uses rank zero's BatchNorm statistics on every rank; two forwards may precede a backward."""
+
+    def evaluate(runner: L.Fabric) -> tuple[Tensor, dict]:
+        module = seeded(lambda: nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2)))
+        model, optimizer = runner.setup(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for number in range(2):
+            runner.backward(model(batch(number, runner.global_rank)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            output = model(batch(7, 0))
+        buffers = {name: value.clone() for name, value in module.named_buffers()}
+        first, second = model(batch(8, 0)), model(batch(9, 0))
+        runner.backward((first + second).sum())
+        return output, buffers
+
+    with float64():
+        expected = evaluate(fabric("eager ddp", "64-true"))
+        for kind in ("ddp", "zero3"):
+            torch.testing.assert_close(evaluate(fabric(kind, "64-true")), expected, **EXACT)
+        own = evaluate(fabric("ddp", "64-true", broadcast_buffers=False))[1]["1.running_mean"]
+        everywhere = fabric("ddp").all_gather(own)
+        assert not torch.equal(everywhere[0], everywhere[1])
+
+
 def check_the_module_can_be_copied_and_pickled() -> None:
     for kind in ("ddp", "zero3"):
         runner = fabric(kind)
@@ -439,8 +466,7 @@ def check_the_module_can_be_copied_and_pickled() -> None:
         torch.testing.assert_close(duplicate(x), expected)
         assert type(duplicate).__name__ == "Odd"
         assert isinstance(duplicate, Odd)
-        if kind == "ddp":
-            torch.testing.assert_close(pickle.loads(pickle.dumps(duplicate))(x), expected)
+        torch.testing.assert_close(pickle.loads(pickle.dumps(duplicate))(x), expected)
 
 
 def check_an_optimizer_that_has_stepped_is_refused() -> None:

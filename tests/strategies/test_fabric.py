@@ -76,6 +76,26 @@ def test_inductor_trains_as_eager_does() -> None:
     assert lts.explain(runner).to_dict()["steps"]["forward"]["executors"].keys() == {"inductor"}
 
 
+def test_a_scheduler_given_to_setup_drives_the_optimizer() -> None:
+    module = seeded(Net)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, schedule = fabric().setup(module, optimizer, scheduler=schedule)
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_module_may_be_set_up_again() -> None:
+    runner, module = fabric(), seeded(Net)
+    (x,) = batches(1)
+    first = runner.setup(module)
+    expected = first(x)
+    again = runner.setup(first.module)
+    assert torch.equal(again(x), expected)
+    assert torch.equal(first(x), expected)
+
+
 # ------------------------------------------------------------------------------------------------- what is compiled
 
 

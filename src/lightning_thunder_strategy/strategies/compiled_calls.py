@@ -14,6 +14,7 @@ from lightning_thunder_strategy.compiler.compile import CompiledFunction
 from lightning_thunder_strategy.compiler.pipeline import Pipeline
 from lightning_thunder_strategy.compiler.report import Record, recording
 from lightning_thunder_strategy.distributed import sharding
+from lightning_thunder_strategy.distributed.buffers import broadcast_buffers
 from lightning_thunder_strategy.steps.notes import copy_changed_notes
 from lightning_thunder_strategy.steps.opaque import OpaqueMachinery
 from lightning_thunder_strategy.steps.recorder import StepRecorder
@@ -25,6 +26,9 @@ from lightning_thunder_strategy.strategies.engine import Engine
 class CompiledModule:
     """The compiled calls of one module: its forward, and each method that Fabric redirects through it.
 
+    Attributes:
+        buffers_changed: Whether ranks may have different buffers (such as BatchNorm statistics).
+
     Args:
         module: The module.
         engine: Compiles.
@@ -33,6 +37,7 @@ class CompiledModule:
 
     def __init__(self, module: nn.Module, engine: Engine, number: int) -> None:
         self.module = module
+        self.buffers_changed = False
         self._number = number
         self.records: dict[str, Record] = {}
         self._engine = engine
@@ -43,12 +48,19 @@ class CompiledModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         name = self._redirected_method()
+        self.share_buffers()
         if name not in self._calls:
             self._calls[name] = self._make(name)
         if name not in self._steps:
             begin_call(self._engine, self.records[name], f" of module {self._number}" if self._number else "")
         with gathering(self._engine), recording(self.records[name]):
             return self._calls[name](*args, **kwargs)
+
+    def share_buffers(self) -> None:
+        """Give every rank rank zero's buffers, once after each optimizer step."""
+        if self.buffers_changed and self._engine.scheme is not None:
+            broadcast_buffers(self.module, self._engine.scheme.mesh)
+        self.buffers_changed = False
 
     def _redirected_method(self) -> str:
         """The method that Fabric redirects through the forward, if it does. Its patch of ``forward`` is taken back."""

@@ -95,6 +95,7 @@ class ThunderDDPStrategy(_Distributed):
         compile: ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
             of ``torch.distributed.checkpoint``.
+        broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero after each step.
         process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
         timeout: How long ranks wait for each other.
         start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or
@@ -112,13 +113,15 @@ class ThunderDDPStrategy(_Distributed):
         transforms: Sequence[Transform] = (),
         compile: Compile = "forward",
         state_dict_type: StateDictType = "full",
+        broadcast_buffers: bool = True,
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
     ) -> None:
-        check_processes(process_group_backend, timeout, start_method)
+        check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         self._backward_sync_control = _ReducesEachTime()
+        self._broadcast_buffers = broadcast_buffers
         config = compile_config(compile, highest="forward")
         options = StrategyOptions(executors, transforms, config, "auto", state_dict_type, False)
         self._use(Engine(options, "ddp", timeout))
@@ -138,6 +141,7 @@ class ThunderFSDPStrategy(_Distributed):
         compile: ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
             to which each rank writes its part.
+        broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero after each step.
         process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
         timeout: How long ranks wait for each other.
         start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or
@@ -156,14 +160,16 @@ class ThunderFSDPStrategy(_Distributed):
         transforms: Sequence[Transform] = (),
         compile: Compile = "forward",
         state_dict_type: StateDictType = "full",
+        broadcast_buffers: bool = True,
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
     ) -> None:
         check_sharding(sharding)
-        check_processes(process_group_backend, timeout, start_method)
+        check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         self._backward_sync_control = _ReducesEachTime()
+        self._broadcast_buffers = broadcast_buffers
         config = compile_config(compile, highest="forward")
         options = StrategyOptions(executors, transforms, config, False, state_dict_type, False)
         self._use(Engine(options, sharding, timeout))

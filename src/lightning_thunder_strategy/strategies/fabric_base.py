@@ -58,6 +58,7 @@ class CompiledModulesStrategy(Strategy):
     """Base of the Fabric strategies, mixed in before the Lightning class that knows launchers and ranks."""
 
     _engine: Engine
+    _broadcast_buffers: bool = False
 
     def _use(self, engine: Engine) -> None:
         self._engine = engine
@@ -98,6 +99,13 @@ class CompiledModulesStrategy(Strategy):
         return optimizer
 
     @override
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(optimizer, **kwargs)
+        for compiled in self._compiled:
+            compiled.buffers_changed = self._broadcast_buffers
+        return result
+
+    @override
     def module_to_device(self, module: nn.Module) -> None:
         sharding.move_to(module, self.root_device)
 
@@ -121,6 +129,8 @@ class CompiledModulesStrategy(Strategy):
         owner = f" (function {len(self._functions)})" if len(self._functions) > 1 else ""
 
         def around(call: Callable[[], Any]) -> Any:
+            for compiled in self._compiled:
+                compiled.share_buffers()
             begin_call(engine, record, owner)
             with gathering(engine), inlined_views():
                 return call()

@@ -57,10 +57,7 @@ def compile_config(value: Compile, highest: Mode) -> CompileConfig:
 
 
 def check_processes(
-    process_group_backend: Optional[str],
-    timeout: Optional[timedelta],
-    start_method: str,
-    broadcast_buffers: bool = True,
+    process_group_backend: Optional[str], timeout: Optional[timedelta], start_method: str, broadcast_buffers: bool
 ) -> None:
     """Raise ``ValueError`` unless these are ways to start and connect processes."""
     check_choice("start_method", start_method, get_args(StartMethod))
