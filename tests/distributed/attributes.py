@@ -346,7 +346,9 @@ def check_lazy_and_scripted_modules_are_refused() -> None:
     _raises(TypeError, lambda: fit(thunder("zero3"), Regression(scripted), vectors(), **SHORT), "TorchScript")
 
 
-def check_embeddings_that_edit_their_weight_are_refused() -> None:
-    module = Regression(nn.Linear(6, 1))
-    module.embedding = nn.Embedding(4, 6, max_norm=0.1)
-    _raises(TypeError, lambda: fit(thunder("zero3"), module, vectors(), **SHORT), "`embedding`", "max_norm=0.1")
+def check_embeddings_that_cannot_be_right_are_refused() -> None:
+    for option in ({"max_norm": 0.1}, {"sparse": True}):
+        module = Regression(nn.Linear(6, 1))
+        module.embedding = nn.Embedding(4, 6, **option)
+        words = ("`embedding`", "max_norm=0.1" if "max_norm" in option else "sparse=True")
+        _raises(TypeError, lambda module=module: fit(thunder("zero3"), module, vectors(), **SHORT), *words)

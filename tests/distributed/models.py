@@ -382,6 +382,22 @@ class Stateful(Regression):
         return super().loss(batch) * (1 + 0.01 * self.global_step) + self.average.sum()
 
 
+class Functional(Regression):
+    """The network on other weights, and weights taken while gradients are not recorded."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 1)))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        halves = {name: value * 0.5 for name, value in self.net.named_parameters()}
+        other = F.mse_loss(torch.func.functional_call(self.net, halves, (x,)).squeeze(-1), y)
+        with torch.no_grad():
+            weight = self.net[2].weight
+        trained = sum(p.abs().sum() for p in self.net.parameters() if p.requires_grad)
+        return super().loss(batch) + other + weight.square().sum() + 0.01 * trained
+
+
 CASES: dict[str, Callable[[], tuple[Base, Dataset]]] = {
     "mlp": lambda: (MLP(), vectors()),
     "smooth": lambda: (Smooth(), vectors()),
@@ -403,6 +419,7 @@ CASES: dict[str, Callable[[], tuple[Base, Dataset]]] = {
     "penalty": lambda: (Penalty(), vectors()),
     "checkpointed": lambda: (Checkpointed(), vectors()),
     "hooked": lambda: (Hooked(), vectors()),
+    "functional": lambda: (Functional(), vectors()),
     "stateful": lambda: (Stateful(), vectors()),
 }
 

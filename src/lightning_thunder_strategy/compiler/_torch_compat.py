@@ -162,6 +162,15 @@ def _set_compiled_call(module: torch.nn.Module, entry: Optional[Callable]) -> No
         module.__dict__["_compiled_call_impl"] = entry
 
 
+def never_a_program(*functions: Callable) -> None:
+    """Dynamo does not make programs of these functions themselves. It reads them as part of others, and makes programs
+    of what they call."""
+    from torch._dynamo.eval_frame import skip_code
+
+    for function in functions:
+        skip_code(function.__code__)
+
+
 def plain_call(module: torch.nn.Module) -> Callable:
     """The module's own ``__call__`` with hooks, never a compiled one."""
     return module._call_impl

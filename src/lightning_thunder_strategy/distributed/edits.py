@@ -23,6 +23,7 @@ class EditWatch:
         counter.data = counter.new_empty(0)  # shares the version counter, not the memory
         self._counters.append((counter, counter._version, name))
 
+    @torch.compiler.disable
     def check(self) -> None:
         """Raise if a tensor was edited since it was added.
 
@@ -65,6 +66,7 @@ def watching_data(watch: Optional[EditWatch]) -> Iterator[None]:
         yield
 
 
+@torch.compiler.disable
 def gather_watched(gather: Callable[[Tensor], Tensor], parameter: Tensor, watch: EditWatch, name: str) -> Tensor:
     """Gather a parameter in code that runs uncompiled, and watch the result."""
     if torch.is_inference_mode_enabled():

@@ -25,7 +25,16 @@ class Scheme:
         raise NotImplementedError
 
     def gather(self, parameter: Tensor) -> Tensor:
-        """The plain tensor that a step computes with. Its gradient is averaged over the ranks. Traced by Dynamo."""
+        """The plain tensor that a step computes with. Its gradient is averaged over the ranks. Traced by Dynamo.
+
+        It requires a gradient where the parameter does, like the parameter also while gradients are not recorded.
+        """
+        if torch.is_grad_enabled() or not parameter.requires_grad:
+            return self._gather(parameter)
+        with torch.enable_grad():
+            return self._gather(parameter)
+
+    def _gather(self, parameter: Tensor) -> Tensor:
         raise NotImplementedError
 
     def accepts(self, parameter: Tensor) -> bool:
@@ -42,7 +51,7 @@ class Replicated(Scheme):
             torch.distributed.broadcast(parameter.data, group=self.mesh.get_group(), group_src=0)
         return parameter
 
-    def gather(self, parameter: Tensor) -> Tensor:
+    def _gather(self, parameter: Tensor) -> Tensor:
         if not parameter.requires_grad:
             return parameter
         replicated = DTensor.from_local(parameter, self.mesh, [Replicate()], run_check=False)
@@ -67,7 +76,7 @@ class Sharded(Scheme):
         _carry_over(parameter, placed)
         return placed
 
-    def gather(self, parameter: Tensor) -> Tensor:
+    def _gather(self, parameter: Tensor) -> Tensor:
         return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
 
     def accepts(self, parameter: Tensor) -> bool:

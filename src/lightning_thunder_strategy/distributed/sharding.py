@@ -51,6 +51,9 @@ def gathering(listed: bool = True) -> Iterator[None]:
         _GATHERING.on, _GATHERING.listed, _GATHERING.watch = before
 
 
+_torch_compat.never_a_program(gathering.__wrapped__)  # type: ignore[attr-defined]
+
+
 def watching_data() -> AbstractContextManager:
     """While open inside :func:`gathering`, edits of ``parameter.data`` are noticed too. Dynamo must not see it."""
     return edits.watching_data(_GATHERING.watch)
@@ -201,6 +204,7 @@ def _parallel_class(original: type, names: tuple[str, ...], scheme: Scheme) -> t
     def reduce(self: nn.Module, protocol: Any) -> Any:
         return _rebuild, (original, names, scheme), self.__getstate__()
 
+    _torch_compat.never_a_program(call, named_parameters, get_parameter, load_from_state_dict)
     namespace: dict[str, Any] = {
         "__call__": call,
         "__reduce_ex__": reduce,
@@ -226,6 +230,8 @@ def _getter(name: str, scheme: Scheme) -> Callable[[nn.Module], Any]:
         parameter = self._parameters[name]
         if parameter is None or not (_GATHERING.on or _torch_compat.in_backward()):
             return parameter
+        if not isinstance(parameter, nn.Parameter):
+            return parameter  # put there for one call, as torch.func.functional_call does
         if not scheme.accepts(parameter):
             raise ParameterReplacedError(
                 f"The parameter `{name}` of {type(self).__name__} was replaced after the strategy had set up the "
@@ -236,6 +242,7 @@ def _getter(name: str, scheme: Scheme) -> Callable[[nn.Module], Any]:
             return scheme.gather(parameter)
         return edits.gather_watched(scheme.gather, parameter, _GATHERING.watch, f"`{name}` of {type(self).__name__}")
 
+    _torch_compat.never_a_program(get)
     return get
 
 
@@ -264,6 +271,11 @@ def _refuse_unsupported(modules: list[tuple[str, nn.Module]], scheme: Scheme) ->
                 f"The module `{name}` ({type(module).__name__}) has max_norm={module.max_norm!r}, with which its "
                 "forward edits its weight, and the edit would be lost with the gathered copy: leave max_norm out and "
                 "renormalize the weight in `on_train_batch_end`, or use ThunderDDPStrategy."
+            )
+        if getattr(module, "sparse", None) is True and hasattr(module, "weight"):
+            raise TypeError(
+                f"The module `{name}` ({type(module).__name__}) has sparse=True, and sparse gradients cannot be averaged "
+                "over ranks in the program: make it with sparse=False."
             )
         for parameter_name, parameter in module._parameters.items():
             if isinstance(parameter, nn.parameter.UninitializedParameter):
