@@ -10,8 +10,11 @@ from lightning_thunder_strategy.executors.base import FusionExecutor
 
 
 class InductorExecutor(FusionExecutor):
-    """Compiles with TorchInductor. A program that it takes whole goes through the same decompositions, joint passes
-    and partitioner as in plain ``torch.compile``."""
+    """Compiles with TorchInductor: whole programs, or regions of one.
+
+    A program that it takes whole goes through the same decompositions, joint passes and partitioner as in plain
+    ``torch.compile``.
+    """
 
     name = "inductor"
 

@@ -58,9 +58,7 @@ class ThunderStrategy(CompiledStepsStrategy, SingleDeviceStrategy):
     ) -> None:
         super().__init__()
         config = compile_config(compile, highest="step")
-        self._use(
-            Engine(StrategyOptions(executors, transforms, config, "auto", state_dict_type, report), "none")
-        )
+        self._use(Engine(StrategyOptions(executors, transforms, config, "auto", state_dict_type, report), "none"))
 
     @property
     def parallel_devices(self) -> Optional[list[torch.device]]:
