@@ -240,13 +240,15 @@ def check_the_consolidate_command_reads_our_folder() -> None:
             assert "net.0.weight" in names and names["net.0.weight"]["exp_avg"].shape == (9, 6)
 
 
-def check_folders_that_fsdp2_wrote() -> None:
-    """Lightning's ModelParallelStrategy saves; ours resumes and ends where theirs does."""
-    with _folder() as folder:
-        options = {"enable_checkpointing": True, "limit_val_batches": 0}
-        theirs = fit_fsdp2("smooth", callbacks=[_each_epoch(folder)], **options)
-        resumed = _resume(uncompiled("zero3"), folder / "epoch=0.ckpt", "smooth", limit_val_batches=0)
-        torch.testing.assert_close(resumed.weights, theirs.weights, rtol=1e-5, atol=1e-6)
+def check_what_fsdp2_wrote() -> None:
+    """Lightning's ModelParallelStrategy saves a folder, or a file; ours resumes and ends where it does."""
+    for distributed in (True, False):
+        with _folder() as folder:
+            options = {"enable_checkpointing": True, "limit_val_batches": 0}
+            theirs = fit_fsdp2("smooth", distributed, callbacks=[_each_epoch(folder)], **options)
+            assert (folder / "epoch=0.ckpt").is_dir() == distributed
+            resumed = _resume(uncompiled("zero3"), folder / "epoch=0.ckpt", "smooth", limit_val_batches=0)
+            torch.testing.assert_close(resumed.weights, theirs.weights, rtol=1e-5, atol=1e-6)
 
 
 def check_top_k_and_last() -> None:

@@ -18,6 +18,7 @@ from lightning_thunder_strategy.compiler.report import Program, Record, warn
 _EAGER = "cannot compile it"
 _SMALLER = "cannot read it as one program"
 _REFUSED = "raises an error"
+_UNITS = ("parts", "forward", "submodules", "eager")  # of a step, from large to small
 
 
 class RanksDisagreeError(RuntimeError):
@@ -25,7 +26,15 @@ class RanksDisagreeError(RuntimeError):
 
 
 class AgreedFallback(Exception):
-    """Another rank could not compile the step as a whole, so this one must not either."""
+    """Another rank could not compile the step as a whole, so this one must not either.
+
+    Attributes:
+        unit: What all ranks compile instead.
+    """
+
+    def __init__(self, unit: str) -> None:
+        super().__init__(unit)
+        self.unit = unit
 
 
 class Agreement:
@@ -115,9 +124,14 @@ class Agreement:
 
         return run
 
-    def fall_back(self, name: str) -> None:
-        """This rank cannot compile the step ``name`` as a whole: the others must follow."""
-        self._meeting.compare(name, _SMALLER)
+    def fall_back(self, name: str, unit: str) -> str:
+        """This rank cannot compile the step ``name`` as a whole: the others must follow.
+
+        Returns:
+            The unit that all ranks compile instead: the smallest that one asks for.
+        """
+        votes = self._meeting.compare(name, f"{_SMALLER}: {unit}") or []
+        return _smallest_unit(votes) or unit
 
     def _ask(self, name: str, vote: str, failure: Optional[BaseException]) -> bool:
         """Whether all ranks give the same vote on the step."""
@@ -129,8 +143,9 @@ class Agreement:
                 f"{name}: ranks {[rank for rank, other in enumerate(votes) if other == _REFUSED]} raise an error while "
                 "compiling it, see there."
             )
-        if _SMALLER in votes:
-            raise AgreedFallback
+        unit = _smallest_unit(votes)
+        if unit is not None:
+            raise AgreedFallback(unit)
         self._eager.add(name)
         failed = [rank for rank, other in enumerate(votes) if other == _EAGER]
         why = (
@@ -218,6 +233,11 @@ class _Meeting:
         for key in self._old:
             self._store.delete_key(key)
         self._old = keys
+
+
+def _smallest_unit(votes: Sequence[str]) -> Optional[str]:
+    wanted = [vote.removeprefix(f"{_SMALLER}: ") for vote in votes if vote.startswith(_SMALLER)]
+    return max(wanted, key=_UNITS.index, default=None)
 
 
 def _minority(values: Sequence[str]) -> list[int]:

@@ -237,16 +237,20 @@ class CompiledStep:
         return True
 
     def _fall_back(self, error: Exception) -> None:
+        unit: Unit = "parts"
         if isinstance(error, AgreedFallback):
+            unit = error.unit  # type: ignore[assignment]
             error = CompileError(self._name, "another rank could not compile it as one program", None, None, False)
-        elif self._agreement is not None and self.unit == "whole":
-            self._agreement.fall_back(self._name)
+        elif isinstance(error, CompileError):
+            if error.recompile_limit:
+                unit = "submodules"
+            if "torch.autograd.grad" in error.reason:
+                unit = "eager"  # a compiled part could not be differentiated twice
+            if self._agreement is not None and self.unit == "whole":
+                unit = self._agreement.fall_back(self._name, unit)  # type: ignore[assignment]
         if self._fullgraph or not isinstance(error, CompileError) or self.unit != "whole":
             raise error
         where = f"{error.file}:{error.line}: " if error.file else ""
-        unit: Unit = "submodules" if error.recompile_limit else "parts"
-        if "torch.autograd.grad" in error.reason:
-            unit = "eager"  # a compiled part could not be differentiated twice
         self._enter(unit, f"{where}{error.reason}")
 
     def _enter(self, unit: Unit, reason: str) -> None:
