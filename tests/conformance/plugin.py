@@ -53,9 +53,8 @@ def _replace_names(registry: Any, strategy: type, highest: str) -> None:
     for name, method in (("ddp", "popen"), ("ddp_spawn", "spawn"), ("ddp_fork", "fork"), ("ddp_notebook", "fork")):
         for suffix in ("", "_find_unused_parameters_true", "_find_unused_parameters_false"):
             if name + suffix in registry:
-                registry.register(
-                    name + suffix, strategy, override=True, executors=["eager"], compile=_mode(highest), start_method=method
-                )
+                options = {"executors": ["eager"], "compile": _mode(highest), "start_method": method}
+                registry.register(name + suffix, strategy, override=True, **options)
 
 
 if KIND != "baseline":

@@ -87,4 +87,6 @@ check_weight_penalty = _equals("penalty", "ddp", "alone", kinds=("ddp", "zero2")
 check_activation_checkpointing_with_dropout = _equals("checkpointed", "ddp", kinds=("zero2", "zero3"), validate=False)
 check_parameter_hooks_see_averaged_gradients = _equals("hooked", "alone", kinds=("ddp", "zero3"), validate=False)
 check_buffers_that_the_step_changes = _equals("stateful", "ddp", kinds=("ddp", "zero3"), validate=False)
-check_functional_calls_and_weights_taken_without_gradients = _equals("functional", "ddp", "alone", kinds=("ddp", "zero2"))
+check_functional_calls_and_weights_taken_without_gradients = _equals(
+    "functional", "ddp", "alone", kinds=("ddp", "zero2")
+)

@@ -274,8 +274,8 @@ def _refuse_unsupported(modules: list[tuple[str, nn.Module]], scheme: Scheme) ->
             )
         if getattr(module, "sparse", None) is True and hasattr(module, "weight"):
             raise TypeError(
-                f"The module `{name}` ({type(module).__name__}) has sparse=True, and sparse gradients cannot be averaged "
-                "over ranks in the program: make it with sparse=False."
+                f"The module `{name}` ({type(module).__name__}) has sparse=True, and sparse gradients cannot be "
+                "averaged over ranks in the program: make it with sparse=False."
             )
         for parameter_name, parameter in module._parameters.items():
             if isinstance(parameter, nn.parameter.UninitializedParameter):
