@@ -83,7 +83,7 @@ EVERY_OPTION = {
         "mode": "forward", "fullgraph": True, "dynamic": True, "cudagraphs": False, "on_error": "raise",
         "eager_random": True,
     },
-    "unshard_on_teardown": False,
+    "unshard_on_teardown": True,
     "state_dict_type": "sharded",
     "report": True,
     "broadcast_buffers": False,
@@ -102,7 +102,7 @@ def assert_every_option(strategy: Any) -> None:
     assert strategy.compile_config == lts.CompileConfig(
         mode="forward", fullgraph=True, dynamic=True, cudagraphs=False, on_error="raise", eager_random=True
     )
-    assert (options.unshard_on_teardown, options.state_dict_type, options.report) == (False, "sharded", True)
+    assert (options.unshard_on_teardown, options.state_dict_type, options.report) == (True, "sharded", True)
     assert strategy._broadcast_buffers is False
     assert strategy.process_group_backend == "gloo"
     assert strategy._timeout == timedelta(minutes=7, seconds=30)
