@@ -16,8 +16,9 @@ run() { # name, seconds, command...
   timeout "$limit" "$@" > "$out/$name.log" 2>&1
   echo "$name: exit $?, $((SECONDS - start)) s; $(tail -n 1 "$out/$name.log" | cut -c1-150)"
 }
-run tests 330 python3 -m pytest -p no:cacheprovider -n 12 tests/compiler tests/executors tests/steps tests/strategies --timeout 200
+run tests 400 python3 -m pytest -p no:cacheprovider -n 11 tests/compiler tests/executors tests/steps tests/strategies tests/transforms --timeout 200 &
+run demo 250 python3 examples/pretrain_text.py
 for sharding in none zero2 zero3; do
-  run "sharded_$sharding" 120 python3 benchmarks/sharded_rank_of_eight.py --sharding $sharding --length 2048
+  run "sharded_$sharding" 150 python3 benchmarks/sharded_rank_of_eight.py --sharding $sharding --length 2048
 done
-run demo 150 python3 examples/pretrain_text.py
+wait
