@@ -196,6 +196,9 @@ def run_pass(
         raise TransformError(transform, traces[0].stage, error) from error
     seconds = time.perf_counter() - started
     program.seconds["transform"] += seconds
+    for trace in traces:
+        program.decisions += trace.decisions
+        trace.decisions.clear()
     program.traces += [trace.snapshot(f"after {transform.name}, {1e3 * seconds:.1f} ms") for trace in traces]
 
 

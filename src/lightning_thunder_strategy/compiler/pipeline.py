@@ -1,5 +1,6 @@
 """The backend that Dynamo calls with each acquired graph: transform, differentiate, dispatch."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Optional, Protocol
@@ -141,6 +142,8 @@ class Pipeline:
         program.executors.clear()
         program.executors["eager"] = sum(node.op in ("call_function", "call_method") for node in original.graph.nodes)
         program.collectives = {"forward": [], "backward": []}
+        reason = "its program runs eagerly, as it was read"
+        program.decisions = [dataclasses.replace(d, choice="left alone", reason=reason) for d in program.decisions]
         if failure is not None:
             reason = events.first_line(failure)
             names = ", ".join(executor.name for executor in self.executors[:-1]) or "eager"
@@ -183,6 +186,8 @@ class Pipeline:
             if type(transform).acquired is not Transform.acquired:
                 run_pass(program, transform, lambda t: t.acquired(trace), [trace])
         functions = claim_operators(trace, self.executors, program.claims)
+        for transform in self.transforms:
+            functions.update(transform.functions)
         if functions:
             program.traces.append(trace.snapshot("after operator claims"))
         trace.graph_module.recompile()  # type: ignore[union-attr]

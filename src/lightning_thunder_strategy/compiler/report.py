@@ -11,7 +11,7 @@ from typing import Any, Optional
 import torch
 
 from lightning_thunder_strategy.compiler.collectives import Collective
-from lightning_thunder_strategy.compiler.trace import Trace
+from lightning_thunder_strategy.compiler.trace import Decision, Trace
 from lightning_thunder_strategy.executors.base import Claim
 
 
@@ -63,6 +63,7 @@ class Program:
         seconds: Compile time by stage.
         claims: Decisions of operator executors, and of fusion executors that declined.
         fallbacks: Regions that an executor failed on.
+        decisions: What passes did with parts of the program.
         from_cache: Whether an earlier process compiled it.
         function: Identifies the compiled function that it belongs to.
     """
@@ -74,6 +75,7 @@ class Program:
     seconds: Counter = field(default_factory=Counter)
     claims: list[Claim] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
+    decisions: list[Decision] = field(default_factory=list)
     from_cache: bool = False
     function: Optional[int] = None
     warned: set[tuple[str, str]] = field(default_factory=set)  # operation and executor: the backward is compiled later
@@ -91,6 +93,7 @@ class Program:
             "sequence": self.sequence,
             "claims": [asdict(claim) for claim in self.claims],
             "fallbacks": [asdict(item) for item in self.fallbacks],
+            "decisions": [asdict(item) for item in self.decisions],
         }
 
     def restore(self, data: dict[str, Any]) -> None:
@@ -101,6 +104,7 @@ class Program:
         self.sequence = list(data["sequence"])
         self.claims = [Claim(**item) for item in data["claims"]]
         self.fallbacks = [Fallback(**item) for item in data["fallbacks"]]
+        self.decisions = [Decision(**item) for item in data["decisions"]]
         self.from_cache = True
 
 
@@ -184,6 +188,7 @@ class Record:
             "note": self.note,
             "executors": dict(executors),
             "collectives": collectives,
+            "decisions": [asdict(item) for program in self._of_one_step() for item in program.decisions],
             "from_cache": bool(self.programs) and all(program.from_cache for program in self.programs),
         }
 

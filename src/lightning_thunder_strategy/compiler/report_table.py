@@ -1,5 +1,7 @@
 """The report as a table for people."""
 
+import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -48,9 +50,22 @@ def _step_lines(step: dict[str, Any]) -> list[str]:
         if items:
             texts = [f"{item['count']} {item['op']} of {size_text(item['bytes'])}" for item in items]
             lines.append(f"collectives in the {stage}: {', '.join(texts)}")
+    lines += decision_lines(step["decisions"])
     lines += [f"break at {item['file']}:{item['line']}: {item['reason']}" for item in step["graph_breaks"]]
     lines += [f"recompiled: {item['reason']}" for item in step["recompiles"]]
     return lines
+
+
+def decision_lines(decisions: Sequence[dict[str, str]]) -> list[str]:
+    """What passes did with parts of the program: those that only differ in numbers of their names are one line."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for item in decisions:
+        what = f"{item['shape']}: {item['choice']}{f' ({why})' if (why := item['reason']) else ''}"
+        groups.setdefault((re.sub(r"\d+", "*", item["subject"]), what), []).append(item["subject"])
+    return [
+        f"{names[0] if len(names) == 1 else f'{pattern} ({len(names)} times)'}, {what}"
+        for (pattern, what), names in groups.items()
+    ]
 
 
 def _count(number: int, noun: str) -> str:

@@ -76,6 +76,23 @@ class Origin:
     origin: Optional[str] = None
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What a pass did with one part of a program.
+
+    Attributes:
+        subject: The part, such as a module's name.
+        shape: Its size, in words.
+        choice: What became of it.
+        reason: Why, or an empty string.
+    """
+
+    subject: str
+    shape: str
+    choice: str
+    reason: str = ""
+
+
 class Trace:
     """One stage of one compiled program.
 
@@ -89,6 +106,9 @@ class Trace:
         provenance: What made it, such as ``after DeduplicateUnshard, 3.1 ms``.
         notes: A word for each statement, such as the executor that runs it.
         outputs: What is known of its outputs.
+
+    Attributes:
+        decisions: A pass may add what it did with parts of the program: the report lists it.
     """
 
     def __init__(
@@ -106,6 +126,7 @@ class Trace:
         self._origins = dict(origins or {})
         self._notes = dict(notes or {})
         self._outputs = tuple(outputs)
+        self.decisions: list[Decision] = []
         self._emission: Optional[Emission] = None
         self._inputs: Optional[tuple[TraceInput, ...]] = None
 

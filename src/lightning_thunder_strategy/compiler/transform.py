@@ -1,5 +1,6 @@
 """Passes over a program, ours and the user's."""
 
+from collections.abc import Mapping
 from typing import Optional
 
 from torch import nn
@@ -32,6 +33,14 @@ class Transform:
     def name(self) -> str:
         """How traces and reports call it."""
         return type(self).__name__
+
+    @property
+    def functions(self) -> Mapping[str, str]:
+        """Module and qualified name to a version, for functions of yours that :meth:`acquired` puts into programs.
+
+        A program with other functions than these and torch's is not written to the compile cache.
+        """
+        return {}
 
     def module(self, module: nn.Module) -> None:
         """Edit the module before anything is compiled, such as its parameters."""
