@@ -97,8 +97,8 @@ class LowPrecisionLinears(Transform):
         if key not in _announced:
             _announced.add(key)
             warn(
-                f"precision {self.recipe.name!r} is emulated on {device.type}: linears compute with its numbers, but no "
-                f"faster than in float32, because {why}."
+                f"precision {self.recipe.name!r} is emulated on {device.type}: linears compute with its numbers, but "
+                f"no faster than in float32, because {why}."
             )
 
 
