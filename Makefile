@@ -7,8 +7,12 @@ BIN := $(VENV)/bin
 EXTRAS := cli,litgpt,hf,test
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := src tests examples benchmarks
+OPTIONS ?=
+CONFORMANCE_NEEDS := cloudpickle scikit-learn tensorboardX omegaconf
+INDUCTOR_OPS := add mul exp softmax layer_norm mm linear index_select cumsum cat where var_mean nn.functional.gelu \
+	nn.functional.cross_entropy nn.functional.scaled_dot_product_attention nn.functional.embedding nn.functional.conv2d
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test conformance opinfo lint clean
 
 setup: $(VENV)/.ready
 
@@ -24,6 +28,17 @@ demo: setup
 test: setup
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/python -m pytest tests
+
+# Lightning's own tests with our strategies: make conformance LIGHTNING_SRC=<a checkout of Lightning>
+conformance: setup
+	@test -d "$(LIGHTNING_SRC)/tests" || { echo "set LIGHTNING_SRC to a checkout of Lightning"; exit 2; }
+	$(PIP) --upgrade --target build/conformance/site $(CONFORMANCE_NEEDS)
+	PYTHONPATH=$(CURDIR)/build/conformance/site $(BIN)/python -m tests.conformance.run "$(LIGHTNING_SRC)" $(OPTIONS)
+
+# PyTorch's own operator samples through the compiler
+opinfo: setup
+	$(BIN)/python -m tests.opinfo.sweep --dtypes float32 float64 bfloat16 --output build/opinfo-eager.json
+	$(BIN)/python -m tests.opinfo.sweep --executors inductor --ops $(INDUCTOR_OPS) --output build/opinfo-inductor.json
 
 lint: setup
 	$(BIN)/ruff check $(SOURCES)

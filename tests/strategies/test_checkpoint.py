@@ -289,13 +289,14 @@ def test_a_process_killed_while_writing_leaves_the_previous_checkpoint(tmp_path)
 
 
 def test_a_checkpoint_that_is_not_there_is_named() -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere.ckpt"):
+    with pytest.raises(FileNotFoundError, match="Checkpoint file not found: nowhere.ckpt"):
         fit(Linear, thunder(), ckpt_path="nowhere.ckpt")
 
 
-def test_storage_options_are_refused_by_name(tmp_path) -> None:
-    run = fit(Linear, thunder(), max_epochs=1)
-    with pytest.raises(TypeError, match="storage_options.*CheckpointIO"):
+@pytest.mark.parametrize(("state_dict_type", "refuses"), [("full", "TorchCheckpointIO"), ("sharded", "'sharded'")])
+def test_storage_options_are_refused_by_who_cannot_use_them(state_dict_type, refuses, tmp_path) -> None:
+    run = fit(Linear, thunder(state_dict_type=state_dict_type), max_epochs=1)
+    with pytest.raises(TypeError, match=f"storage_options.*{refuses}.*CheckpointIO"):
         run.trainer.save_checkpoint(tmp_path / "x.ckpt", storage_options={"a": 1})
 
 

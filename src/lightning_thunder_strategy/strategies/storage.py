@@ -91,7 +91,9 @@ def read_file(path: Any, weights_only: Optional[bool]) -> dict[str, Any]:
     """A checkpoint file; tensors of local files stay on disk until they are used."""
     if is_local(path):
         if not Path(path).is_file():
-            raise FileNotFoundError(f"Checkpoint not found: {path}. Give the path of a file, or of a sharded folder.")
+            raise FileNotFoundError(
+                f"Checkpoint file not found: {path}. Give the path of a file, or of a sharded folder."
+            )
         try:
             return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         except RuntimeError as error:

@@ -293,15 +293,20 @@ class CompiledStepsStrategy(Strategy):
         if not sharded and (type(self.checkpoint_io) is not TorchCheckpointIO or not storage.is_local(filepath)):
             super().save_checkpoint(checkpoint, filepath, storage_options)  # a user's own way to write
             return
-        if storage_options is not None:
-            raise TypeError(
-                f"storage_options={storage_options!r} is not supported by {type(self).__name__} with its own "
-                "checkpoint files: pass a CheckpointIO plugin that understands them."
-            )
         path = Path(filepath)
+        if not sharded and storage_options is not None:
+            self.checkpoint_io.save_checkpoint(
+                checkpoint, filepath, storage_options=storage_options
+            )  # raises everywhere
+            return
         if not sharded:
             storage.write_file(self, path, lambda temporary: self.checkpoint_io.save_checkpoint(checkpoint, temporary))
             return
+        if storage_options is not None:
+            raise TypeError(
+                f"storage_options={storage_options!r} is not supported with state_dict_type='sharded': use 'full' and "
+                "a CheckpointIO plugin that understands them."
+            )
         if not storage.is_local(filepath):
             raise ValueError(f"state_dict_type='sharded' writes to a local folder, not to {filepath!r}.")
         optimizers = {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}

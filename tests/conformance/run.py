@@ -1,0 +1,209 @@
+"""Runs Lightning's own tests with Lightning's strategies and with ours, and writes what differs.
+
+    python -m tests.conformance.run LIGHTNING_SRC --output build/conformance
+
+``LIGHTNING_SRC`` is a checkout of https://github.com/Lightning-AI/pytorch-lightning. The baseline runs every test of
+the files below. Tests that let Lightning choose a strategy of one device are then run with ``ThunderStrategy``,
+compiled and not; those that ask for a DDP strategy by name with ``ThunderDDPStrategy`` and ``ThunderFSDPStrategy``. All
+others do not reach a strategy of ours. A test that ends otherwise than in the baseline is run once more, with both.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Optional
+
+from tests.conformance import plugin
+
+ROOT = Path(__file__).parents[2]
+TRAINER = "tests_pytorch"
+FABRIC = "tests_fabric"
+
+
+def files(folder: str, *names: str) -> list[str]:
+    """Test files of a folder."""
+    return [f"{folder}/test_{name}.py" for name in names]
+
+
+SUITES = {
+    "loops": [f"{TRAINER}/loops"],
+    "trainer": [f"{TRAINER}/trainer"],
+    "callbacks": [f"{TRAINER}/callbacks"],
+    "checkpointing": files(
+        f"{TRAINER}/checkpointing", "checkpoint_callback_frequency", "model_checkpoint", "trainer_checkpoint"
+    ),
+    "core": [f"{TRAINER}/core"],
+    "models": files(f"{TRAINER}/models", "amp", "cpu", "fabric_integration", "hooks", "restore"),
+    "tuner": [f"{TRAINER}/tuner"],
+    "plugins": [f"{TRAINER}/plugins"],
+    "profilers": files(f"{TRAINER}/profilers", "profiler"),
+    "utilities": files(
+        f"{TRAINER}/utilities", "all_gather_grad", "auto_restart", "combined_loader", "compile", "dtype_device_mixin"
+    ),
+    "strategies": files(
+        f"{TRAINER}/strategies", "common", "custom_strategy", "ddp", "ddp_integration", "single_device"
+    ),
+    "others": [
+        *files(f"{TRAINER}/loggers", "all", "csv"),
+        *files(f"{TRAINER}/accelerators", "common", "cpu"),
+        *files(f"{TRAINER}/overrides", "distributed"),
+    ],
+    "fabric": [
+        *files(FABRIC, "connector", "fabric", "wrappers"),
+        *files(f"{FABRIC}/strategies", "ddp_integration", "single_device", "strategy"),
+        *files(f"{FABRIC}/strategies/launchers", "multiprocessing_integration"),
+        *files(f"{FABRIC}/utilities", "spike"),
+        f"{FABRIC}/plugins/precision",
+    ],
+}
+
+
+@dataclass
+class Suites:
+    """Runs and keeps results in a folder, one file for each kind of strategy and suite."""
+
+    source: Path
+    output: Path
+    timeout: float
+
+    def run(self, kind: str, suite: str, tests: Optional[Collection[str]] = None, alone: str = "") -> dict[str, Any]:
+        """Results by test, of all tests of the suite or of those named."""
+        results = self.output / f"{kind}-{suite}{alone}.jsonl"
+        results.unlink(missing_ok=True)
+        if tests is not None and not tests:
+            return {}
+        environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
+        environment.update({plugin.VARIABLE: kind, plugin.RESULTS: str(results)})
+        paths = [ROOT / "src", ROOT, self.source / "tests", os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if str(path))
+        if tests is not None:
+            selected = self.output / "selected.json"
+            selected.write_text(json.dumps(sorted(tests)))
+            environment[plugin.SELECTED] = str(selected)
+        options = ["-q", "--color=no", f"--timeout={self.timeout}", "-p", "no:cacheprovider", "-p", "no:rerunfailures"]
+        command = [sys.executable, "-m", "pytest", "-p", plugin.__name__, *options, *SUITES[suite]]
+        with (self.output / f"{kind}-{suite}{alone}.log").open("w") as log:
+            subprocess.run(command, cwd=self.source / "tests", env=environment, stdout=log, stderr=log, check=False)
+        found = self.read(kind, suite, alone)
+        print(
+            f"{kind} {suite}: {counted(found)}, {sum(line['programs'] for line in found.values())} programs", flush=True
+        )
+        return found
+
+    def read(self, kind: str, suite: str, alone: str = "") -> dict[str, Any]:
+        """Results by test of an earlier run; of a test that ran twice the last."""
+        file = self.output / f"{kind}-{suite}{alone}.jsonl"
+        lines = file.read_text().splitlines() if file.exists() else []
+        return {line["test"]: line for line in map(json.loads, lines)}
+
+    def compare(self, kind: str, suite: str) -> None:
+        """Run the tests of a suite that reach a strategy of ours, and those that end otherwise once more."""
+        baseline = self.read("baseline", suite)
+        tests = relevant(baseline, kind)
+        found = self.run(kind, suite, tests)
+        different = [test for test in tests if outcome(found, test) != outcome(baseline, test)]
+        self.run("baseline", suite, different, f"-{kind}-alone")
+        self.run(kind, suite, different, "-alone")
+
+
+def relevant(baseline: dict[str, Any], kind: str) -> list[str]:
+    """The tests that a kind of strategy can change."""
+    several = plugin.KINDS[kind].several
+    return [test for test, line in baseline.items() if (line["several"] if several else line["single"])]
+
+
+def outcome(results: dict[str, Any], test: str) -> str:
+    """How a test ended; ``lost`` if its process did."""
+    return results[test]["outcome"] if test in results else "lost"
+
+
+def counted(results: dict[str, Any]) -> str:
+    """Numbers of outcomes, in words."""
+    numbers = Counter(line["outcome"] for line in results.values())
+    return ", ".join(f"{numbers[each]} {each}" for each in ("passed", "failed", "skipped", "xfailed") if numbers[each])
+
+
+def summary(suites: Suites) -> list[dict[str, Any]]:
+    """One row for each kind of strategy and file of tests, from all results in the folder."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for suite in SUITES:
+        baseline = suites.read("baseline", suite)
+        for kind in plugin.KINDS:
+            if kind == "baseline" or not (suites.output / f"{kind}-{suite}.log").exists():
+                continue
+            theirs = {**baseline, **suites.read("baseline", suite, f"-{kind}-alone")}
+            ours = {**suites.read(kind, suite), **suites.read(kind, suite, "-alone")}
+            for test in relevant(baseline, kind):
+                file = test.split("::")[0].removeprefix("tests/")
+                empty = {
+                    "kind": kind,
+                    "file": file,
+                    "baseline": Counter(),
+                    "ours": Counter(),
+                    "programs": 0,
+                    "different": [],
+                }
+                row = rows.setdefault((kind, file), empty)
+                first, second = outcome(theirs, test), outcome(ours, test)
+                row["baseline"][first] += 1
+                row["ours"][second] += 1
+                row["programs"] += ours.get(test, {}).get("programs", 0)
+                if first != second:
+                    reason = ours.get(test, {}).get("reason", "")
+                    row["different"].append({"test": test, "baseline": first, "ours": second, "reason": reason})
+    return [rows[key] for key in sorted(rows)]
+
+
+def markdown(rows: list[dict[str, Any]]) -> str:
+    """The rows as a table, then for each kind its sum and each difference with the first line of its reason."""
+    text = ["| strategy | file | baseline passed / failed / skipped | ours | programs |", "|---|---|---|---|---|"]
+    text += [_table_row(row["kind"], f"`{row['file']}`", [row]) for row in rows]
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    text += [_table_row(kind, "all", [row for row in rows if row["kind"] == kind]) for kind in kinds]
+    for kind in kinds:
+        text.append(f"\n{kind}, what differs:\n")
+        for each in (each for row in rows if row["kind"] == kind for each in row["different"]):
+            reason = next(iter(each["reason"].splitlines()), "")
+            text.append(f"- `{each['test']}`: {each['baseline']}, ours {each['ours']}: {reason}")
+    return "\n".join(text) + "\n"
+
+
+def _table_row(kind: str, file: str, rows: list[dict[str, Any]]) -> str:
+    outcomes = ("passed", "failed", "skipped")
+    theirs, ours = (
+        " / ".join(str(sum(row[who][each] for row in rows)) for each in outcomes) for who in ("baseline", "ours")
+    )
+    return f"| `{kind}` | {file} | {theirs} | {ours} | {sum(row['programs'] for row in rows)} |"
+
+
+def main() -> None:
+    """Run what is asked for and write ``conformance.json`` and ``conformance.md``."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("source", type=Path, help="a checkout of Lightning")
+    parser.add_argument("--output", type=Path, default=Path("build/conformance"), help="folder for results")
+    parser.add_argument("--kinds", nargs="*", choices=list(plugin.KINDS), default=list(plugin.KINDS))
+    parser.add_argument("--suites", nargs="*", choices=list(SUITES), default=list(SUITES))
+    parser.add_argument("--timeout", type=float, default=120, help="seconds for one test")
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    suites = Suites(args.source.resolve(), args.output.resolve(), args.timeout)
+    for suite in args.suites:
+        for kind in args.kinds:
+            if kind == "baseline":
+                suites.run(kind, suite)
+            else:
+                suites.compare(kind, suite)
+    rows = summary(suites)
+    (args.output / "conformance.json").write_text(json.dumps(rows, indent=1))
+    (args.output / "conformance.md").write_text(markdown(rows))
+    print(f"{sum(len(row['different']) for row in rows)} tests differ: {args.output / 'conformance.md'}")
+
+
+if __name__ == "__main__":
+    main()
