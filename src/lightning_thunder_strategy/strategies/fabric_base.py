@@ -196,7 +196,9 @@ class CompiledModulesStrategy(Strategy):
             if own and storage_options is None:
                 storage.write_file(self, Path(path), write)
             elif self.is_global_zero:
-                self.checkpoint_io.save_checkpoint(_filtered(converted, filter), path, storage_options=storage_options)
+                self.checkpoint_io.save_checkpoint(
+                    checkpoint=_filtered(converted, filter), path=path, storage_options=storage_options
+                )
             return
         if storage_options is not None or not storage.is_local(path):
             where = f"{path!r} with storage_options={storage_options!r}"

@@ -1,0 +1,38 @@
+"""What Lightning's own tests expect of any strategy, where one of ours once differed."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.io import CheckpointIO
+
+from lightning_thunder_strategy import fabric as thunder
+from tests.strategies.fabric_helpers import Net, fabric
+
+
+class InMemory(CheckpointIO):
+    """A user's own storage."""
+
+    def __init__(self) -> None:
+        self.files: dict[Path, Any] = {}
+
+    def save_checkpoint(self, *, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        self.files[path] = (checkpoint, storage_options)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> dict[str, Any]:
+        return self.files[path][0]
+
+    def remove_checkpoint(self, path: Any) -> None:
+        del self.files[path]
+
+
+def test_fabric_hands_a_users_storage_what_it_names(tmp_path) -> None:
+    storage = InMemory()
+    strategy = thunder.ThunderStrategy(executors=["eager"])
+    strategy.checkpoint_io = storage
+    run = fabric(strategy)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"model": model, "optimizer": optimizer, "anything": {"a": 1}, "step": 1}
+    run.save(tmp_path / "x", state, filter={key: lambda k, v: False for key in state})
+    assert storage.files == {tmp_path / "x": ({"step": 1}, None)}
