@@ -14,7 +14,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -65,51 +65,67 @@ SUITES = {
 
 
 @dataclass
-class Suites:
-    """Runs and keeps results in a folder, one file for each kind of strategy and suite."""
+class Runs:
+    """Runs tests and keeps the last outcome of each in a folder, one file for each kind of strategy."""
 
     source: Path
     output: Path
     timeout: float
 
-    def run(self, kind: str, suite: str, tests: Optional[Collection[str]] = None, alone: str = "") -> dict[str, Any]:
-        """Results by test, of all tests of the suite or of those named."""
-        results = self.output / f"{kind}-{suite}{alone}.jsonl"
-        results.unlink(missing_ok=True)
+    def run(self, kind: str, paths: Sequence[str], tests: Optional[Collection[str]] = None) -> dict[str, Any]:
+        """Results by test, of all tests in files and folders or of those named."""
         if tests is not None and not tests:
             return {}
+        results = self._file(kind)
+        kept = {test: line for test, line in self.read(kind).items() if test not in (tests or ())}
+        results.write_text("".join(json.dumps(line) + "\n" for line in kept.values()))
         environment = dict(os.environ, OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
         environment.update({plugin.VARIABLE: kind, plugin.RESULTS: str(results)})
-        paths = [ROOT / "src", ROOT, self.source / "tests", os.environ.get("PYTHONPATH", "")]
-        environment["PYTHONPATH"] = os.pathsep.join(str(path) for path in paths if str(path))
+        folders = [ROOT / "src", ROOT, self.source / "tests", os.environ.get("PYTHONPATH", "")]
+        environment["PYTHONPATH"] = os.pathsep.join(str(folder) for folder in folders if str(folder))
         if tests is not None:
-            selected = self.output / "selected.json"
+            selected = self.output / f"{kind}.selected.json"
             selected.write_text(json.dumps(sorted(tests)))
             environment[plugin.SELECTED] = str(selected)
         options = ["-q", "--color=no", f"--timeout={self.timeout}", "-p", "no:cacheprovider", "-p", "no:rerunfailures"]
-        command = [sys.executable, "-m", "pytest", "-p", plugin.__name__, *options, *SUITES[suite]]
-        with (self.output / f"{kind}-{suite}{alone}.log").open("w") as log:
+        command = [sys.executable, "-m", "pytest", "-p", plugin.__name__, *options, *paths]
+        with (self.output / f"{kind}.log").open("w") as log:
             subprocess.run(command, cwd=self.source / "tests", env=environment, stdout=log, stderr=log, check=False)
-        found = self.read(kind, suite, alone)
-        print(
-            f"{kind} {suite}: {counted(found)}, {sum(line['programs'] for line in found.values())} programs", flush=True
-        )
+        found = {test: line for test, line in self.read(kind).items() if within(test, paths)}
+        if tests is not None:
+            found = {test: line for test, line in found.items() if test in tests}
+        programs = sum(line["programs"] for line in found.values())
+        print(f"{kind}: {counted(found)}; {programs} programs", flush=True)
         return found
 
-    def read(self, kind: str, suite: str, alone: str = "") -> dict[str, Any]:
-        """Results by test of an earlier run; of a test that ran twice the last."""
-        file = self.output / f"{kind}-{suite}{alone}.jsonl"
-        lines = file.read_text().splitlines() if file.exists() else []
+    def compare(self, kind: str, paths: Sequence[str]) -> None:
+        """Run the tests that reach a strategy of ours, and those that end otherwise once more."""
+        baseline = {test: line for test, line in self.read("baseline").items() if within(test, paths)}
+        tests = relevant(baseline, kind)
+        found = self.run(kind, paths, tests)
+        different = [test for test in tests if outcome(found, test) != outcome(baseline, test)]
+        files = sorted({file_of(test) for test in different})
+        self.run("baseline", files, different)
+        self.run(kind, files, different)
+
+    def read(self, kind: str) -> dict[str, Any]:
+        """Results by test; of a test that ran twice the last."""
+        lines = self._file(kind).read_text().splitlines() if self._file(kind).exists() else []
         return {line["test"]: line for line in map(json.loads, lines)}
 
-    def compare(self, kind: str, suite: str) -> None:
-        """Run the tests of a suite that reach a strategy of ours, and those that end otherwise once more."""
-        baseline = self.read("baseline", suite)
-        tests = relevant(baseline, kind)
-        found = self.run(kind, suite, tests)
-        different = [test for test in tests if outcome(found, test) != outcome(baseline, test)]
-        self.run("baseline", suite, different, f"-{kind}-alone")
-        self.run(kind, suite, different, "-alone")
+    def _file(self, kind: str) -> Path:
+        return self.output / f"{kind}.jsonl"
+
+
+def file_of(test: str) -> str:
+    """The file of a test, from the folder of all tests."""
+    return test.split("::")[0].removeprefix("tests/")
+
+
+def within(test: str, paths: Sequence[str]) -> bool:
+    """Whether a test is in one of the files and folders."""
+    file = file_of(test)
+    return any(file == path or file.startswith(f"{path}/") for path in paths)
 
 
 def relevant(baseline: dict[str, Any], kind: str) -> list[str]:
@@ -129,34 +145,26 @@ def counted(results: dict[str, Any]) -> str:
     return ", ".join(f"{numbers[each]} {each}" for each in ("passed", "failed", "skipped", "xfailed") if numbers[each])
 
 
-def summary(suites: Suites) -> list[dict[str, Any]]:
-    """One row for each kind of strategy and file of tests, from all results in the folder."""
+def summary(runs: Runs) -> list[dict[str, Any]]:
+    """One row for each kind of strategy and file of tests that was run with it, from all results in the folder."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for suite in SUITES:
-        baseline = suites.read("baseline", suite)
-        for kind in plugin.KINDS:
-            if kind == "baseline" or not (suites.output / f"{kind}-{suite}.log").exists():
+    baseline = runs.read("baseline")
+    for kind in plugin.KINDS:
+        ours = runs.read(kind)
+        ran = {file_of(test) for test in ours}
+        for test in relevant(baseline, kind) if kind != "baseline" else []:
+            file = file_of(test)
+            if file not in ran:
                 continue
-            theirs = {**baseline, **suites.read("baseline", suite, f"-{kind}-alone")}
-            ours = {**suites.read(kind, suite), **suites.read(kind, suite, "-alone")}
-            for test in relevant(baseline, kind):
-                file = test.split("::")[0].removeprefix("tests/")
-                empty = {
-                    "kind": kind,
-                    "file": file,
-                    "baseline": Counter(),
-                    "ours": Counter(),
-                    "programs": 0,
-                    "different": [],
-                }
-                row = rows.setdefault((kind, file), empty)
-                first, second = outcome(theirs, test), outcome(ours, test)
-                row["baseline"][first] += 1
-                row["ours"][second] += 1
-                row["programs"] += ours.get(test, {}).get("programs", 0)
-                if first != second:
-                    reason = ours.get(test, {}).get("reason", "")
-                    row["different"].append({"test": test, "baseline": first, "ours": second, "reason": reason})
+            empty = {"baseline": Counter(), "ours": Counter(), "programs": 0, "different": []}
+            row = rows.setdefault((kind, file), {"kind": kind, "file": file, **empty})
+            first, second = outcome(baseline, test), outcome(ours, test)
+            row["baseline"][first] += 1
+            row["ours"][second] += 1
+            row["programs"] += ours.get(test, {}).get("programs", 0)
+            if first != second:
+                reason = ours.get(test, {}).get("reason", "")
+                row["different"].append({"test": test, "baseline": first, "ours": second, "reason": reason})
     return [rows[key] for key in sorted(rows)]
 
 
@@ -189,17 +197,18 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("build/conformance"), help="folder for results")
     parser.add_argument("--kinds", nargs="*", choices=list(plugin.KINDS), default=list(plugin.KINDS))
     parser.add_argument("--suites", nargs="*", choices=list(SUITES), default=list(SUITES))
+    parser.add_argument("--paths", nargs="*", default=None, help="other files and folders, instead of suites")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for one test")
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    suites = Suites(args.source.resolve(), args.output.resolve(), args.timeout)
-    for suite in args.suites:
-        for kind in args.kinds:
-            if kind == "baseline":
-                suites.run(kind, suite)
-            else:
-                suites.compare(kind, suite)
-    rows = summary(suites)
+    runs = Runs(args.source.resolve(), args.output.resolve(), args.timeout)
+    paths = args.paths or [path for suite in args.suites for path in SUITES[suite]]
+    for kind in args.kinds:
+        if kind == "baseline":
+            runs.run(kind, paths)
+        else:
+            runs.compare(kind, paths)
+    rows = summary(runs)
     (args.output / "conformance.json").write_text(json.dumps(rows, indent=1))
     (args.output / "conformance.md").write_text(markdown(rows))
     print(f"{sum(len(row['different']) for row in rows)} tests differ: {args.output / 'conformance.md'}")

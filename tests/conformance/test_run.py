@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.conformance import run as conformance
 
 LIGHTNINGS_TEST = """
@@ -35,29 +33,25 @@ def line(test: str, outcome: str, **counts: int) -> dict[str, Any]:
 
 def write(folder: Path, name: str, *lines: dict[str, Any]) -> None:
     (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
-    (folder / f"{name}.log").touch()
 
 
-def test_a_test_of_lightnings_runs_with_our_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_test_of_lightnings_runs_with_our_strategy(tmp_path: Path) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "test_trainer.py").write_text(LIGHTNINGS_TEST)
     (tmp_path / "pytest.ini").touch()
-    monkeypatch.setitem(conformance.SUITES, "one", ["test_trainer.py"])
-    suites = conformance.Suites(tmp_path, tmp_path, 60)
+    runs = conformance.Runs(tmp_path, tmp_path, 60)
     selected = [f"tests/test_trainer.py::{name}" for name in ("test_fit", "test_named")]
-    found = suites.run("thunder", "one", selected)
+    found = runs.run("thunder", ["test_trainer.py"], selected)
     assert [line["outcome"] for line in found.values()] == ["passed", "passed"], found
     assert [(line["single"], line["several"], line["programs"]) for line in found.values()] == [(1, 0, 1), (0, 1, 0)]
 
 
-def test_differences_are_counted_by_file_and_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conformance, "SUITES", {"one": []})
+def test_differences_are_counted_by_file_and_kind(tmp_path: Path) -> None:
     base = [line("one", "passed", single=1), line("two", "passed", single=2), line("crashed", "passed", single=1)]
-    write(tmp_path, "baseline-one", *base, line("spawned", "passed", several=1), line("none", "failed"))
-    write(tmp_path, "thunder-one", line("one", "passed", programs=3), line("two", "failed"))
-    write(tmp_path, "thunder-fsdp-one", line("spawned", "failed"))
-    write(tmp_path, "thunder-fsdp-one-alone", line("spawned", "passed"))  # the second time, alone
-    rows = conformance.summary(conformance.Suites(tmp_path, tmp_path, 1))
+    write(tmp_path, "baseline", *base, line("spawned", "passed", several=1), line("none", "failed"))
+    write(tmp_path, "thunder", line("one", "passed", programs=3), line("two", "failed"))
+    write(tmp_path, "thunder-fsdp", line("spawned", "failed"), line("spawned", "passed"))  # the second time
+    rows = conformance.summary(conformance.Runs(tmp_path, tmp_path, 1))
     assert [(row["kind"], row["file"], row["programs"]) for row in rows] == [
         ("thunder", "a.py", 3), ("thunder-fsdp", "a.py", 0),
     ]  # fmt: skip
