@@ -11,6 +11,8 @@ from lightning_thunder_strategy.compiler.trace import Trace
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.executors.base import Executor
 from lightning_thunder_strategy.inspection import explain, traces
+from lightning_thunder_strategy.precision.recipe import Recipe
+from lightning_thunder_strategy.precision.trainer import ThunderPrecision
 from lightning_thunder_strategy.strategies.registration import register
 from lightning_thunder_strategy.strategies.trainer import ThunderDDPStrategy, ThunderFSDPStrategy, ThunderStrategy
 
@@ -20,8 +22,10 @@ __all__ = [
     "CompileError",
     "CompileWarning",
     "Executor",
+    "Recipe",
     "ThunderDDPStrategy",
     "ThunderFSDPStrategy",
+    "ThunderPrecision",
     "ThunderStrategy",
     "Trace",
     "Transform",

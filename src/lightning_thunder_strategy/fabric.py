@@ -1,5 +1,6 @@
-"""The strategies for Lightning's Fabric, under the same names as those for the Trainer."""
+"""The strategies and the precision plugin for Lightning's Fabric, under the same names as those for the Trainer."""
 
+from lightning_thunder_strategy.precision.fabric import ThunderPrecision
 from lightning_thunder_strategy.strategies.fabric import ThunderDDPStrategy, ThunderFSDPStrategy, ThunderStrategy
 
-__all__ = ["ThunderDDPStrategy", "ThunderFSDPStrategy", "ThunderStrategy"]
+__all__ = ["ThunderDDPStrategy", "ThunderFSDPStrategy", "ThunderPrecision", "ThunderStrategy"]

@@ -19,6 +19,7 @@ from packaging.version import Version
 
 import lightning_thunder_strategy as lts
 from lightning_thunder_strategy.executors.eager import EagerExecutor
+from lightning_thunder_strategy.precision.recipe import resolve_recipe
 
 PACKAGE = "lightning_thunder_strategy"
 
@@ -228,3 +229,37 @@ def test_a_model_trains_from_a_config(tmp_path: Path) -> None:
     made.trainer.fit(made.model)
     assert isinstance(made.trainer, L.Trainer)
     assert lts.explain(made.trainer).to_dict()["steps"]["training_step"]["graphs"] == 1
+
+
+PLUGINS = [
+    {"precision": "fp8-rowwise", "base": "bf16-mixed", "skip": ["*lm_head", "*.gate"]},
+    {
+        "precision": {"input": "e4m3", "weight": "e5m2", "gradient": "e5m2", "scaling": "row",
+                      "power_of_two_scales": True, "scale_up": False, "gradient_rounding": "stochastic",
+                      "hadamard": False, "min_features": 64},
+        "base": "32-true", "skip": [],
+    },
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", PLUGINS)
+def test_precision_round_trips_through_print_config(tmp_path: Path, options: dict) -> None:
+    path = tmp_path / "config.yaml"
+    plugin = {"class_path": f"{PACKAGE}.ThunderPrecision", "init_args": options}
+    path.write_text(yaml.safe_dump({"trainer": {"strategy": "thunder", "plugins": [plugin]}}))
+    text = printed("--config", str(path))
+    assert yaml.safe_load(text)["trainer"]["plugins"][0]["init_args"] == options
+    again = tmp_path / "again.yaml"
+    again.write_text(text)
+    found = cli("--config", str(again)).trainer.precision_plugin
+    assert type(found) is lts.ThunderPrecision
+    assert (found.precision, list(found.passes[0].skip)) == (options["base"], options["skip"])
+    expected = options["precision"]
+    assert found.recipe == (resolve_recipe(expected) if isinstance(expected, str) else lts.Recipe(**expected))
+
+
+def test_precision_on_the_command_line(capsys: pytest.CaptureFixture) -> None:
+    arguments = ["--trainer.strategy=thunder", f"--trainer.plugins={PACKAGE}.ThunderPrecision"]
+    found = cli(*arguments, "--trainer.plugins.init_args.precision=nvfp4").trainer.precision_plugin
+    assert found.recipe == resolve_recipe("nvfp4")
+    assert "fp7" in error_of(capsys, *arguments, "--trainer.plugins.init_args.precision=fp7")

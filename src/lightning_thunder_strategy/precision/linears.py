@@ -107,10 +107,12 @@ def linear_name(trace: Trace, node: fx.Node, weight: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path, kind = stack[-1] if stack else ("", None)
     path = ".".join(part for pair in _PATH.findall(path) for part in pair if part and part != "_modules")
-    if path and isinstance(kind, type) and issubclass(kind, nn.Linear):
-        return path
     origin = trace.origin(_source(weight))
     parameter = (origin.origin or origin.name).removesuffix(".weight") if origin is not None else ""
+    if parameter and f".{path}".endswith(f".{parameter}"):
+        return parameter  # the path may start with what wraps the module
+    if path and isinstance(kind, type) and issubclass(kind, nn.Linear):
+        return path  # its weight may be known by another module's name
     return parameter or path or node.name
 
 

@@ -54,6 +54,7 @@ class Engine:
         self.scheme: Optional[Scheme] = None
         self.agreement: Optional[Agreement] = None
         self.failed = False
+        self.precision_passes: tuple[Transform, ...] = ()
 
     @property
     def sharded(self) -> bool:
@@ -143,11 +144,25 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------- compile
 
+    def use_precision(self, passes: tuple[Transform, ...]) -> None:
+        """Run the passes of a precision plugin.
+
+        Raises:
+            ValueError: If nothing is compiled.
+        """
+        self.precision_passes = passes
+        if self.options.compile_config.mode == "off":
+            raise ValueError(
+                "compile='off' is not allowed with ThunderPrecision, which works on compiled programs: choose "
+                "compile='submodules' or leave ThunderPrecision out."
+            )
+
     def pipeline(self, modules: Mapping[str, nn.Module], fullgraph: bool, mode: Optional[Mode] = None) -> Pipeline:
-        """A pipeline for programs of ``modules`` (by prefix): our sharding passes first, then the user's transforms."""
+        """A pipeline for programs of ``modules`` (by prefix): our sharding passes first, the user's transforms,
+        and last those of the precision."""
         config = self.options.compile_config
         config = dataclasses.replace(config, fullgraph=fullgraph, mode=mode or config.mode)
-        transforms = (*self._sharding_passes(), *self.options.transforms)
+        transforms = (*self._sharding_passes(), *self.options.transforms, *self.precision_passes)
         return make_pipeline(self.options.executors, transforms, config, modules, self.agreement)
 
     def _sharding_passes(self) -> tuple[Transform, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Optional, Union
 
 import torch
-from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.fabric.plugins import Precision, TorchCheckpointIO
 from lightning.fabric.strategies.strategy import Strategy, _apply_filter, _validate_keys_for_strict_loading
 from lightning.fabric.utilities.types import _PATH as PathLike
 from lightning.fabric.utilities.types import _Stateful
@@ -22,6 +22,7 @@ from lightning_thunder_strategy.compiler.report import Record, Report
 from lightning_thunder_strategy.distributed import checkpoint as states
 from lightning_thunder_strategy.distributed import sharding
 from lightning_thunder_strategy.distributed.schemes import whole
+from lightning_thunder_strategy.precision.options import accept
 from lightning_thunder_strategy.strategies import storage
 from lightning_thunder_strategy.strategies.compiled_calls import CompiledModule, begin_call, gathering
 from lightning_thunder_strategy.strategies.engine import Engine
@@ -71,6 +72,17 @@ class CompiledModulesStrategy(Strategy):
         return self._engine.options.compile_config
 
     # -------------------------------------------------------------------------------------------------------- setup
+
+    @property
+    @override
+    def precision(self) -> Precision:
+        return self._precision if self._precision is not None else Precision()  # Dynamo reads it
+
+    @precision.setter
+    def precision(self, precision: Optional[Precision]) -> None:
+        self._precision = precision
+        if accept(precision, self):
+            self._engine.use_precision(precision.passes)
 
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:

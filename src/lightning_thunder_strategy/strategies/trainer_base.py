@@ -10,7 +10,7 @@ import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.types import _PATH as PathLike
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins import Precision, TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -22,6 +22,7 @@ from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.report import Record, Report
 from lightning_thunder_strategy.distributed import checkpoint as states
 from lightning_thunder_strategy.distributed import sharding
+from lightning_thunder_strategy.precision.options import accept
 from lightning_thunder_strategy.steps.notes import copy_changed_notes
 from lightning_thunder_strategy.steps.opaque import OpaqueMachinery
 from lightning_thunder_strategy.steps.precompile import compile_early
@@ -54,6 +55,17 @@ class CompiledStepsStrategy(Strategy):
         return self._engine.options.compile_config
 
     # -------------------------------------------------------------------------------------------------------- setup
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Optional[Precision]) -> None:
+        self._precision_plugin = precision_plugin
+        if accept(precision_plugin, self):
+            self._engine.use_precision(precision_plugin.passes)
 
     @override
     def connect(self, model: "pl.LightningModule") -> None:
