@@ -12,7 +12,7 @@ CONFORMANCE_NEEDS := cloudpickle scikit-learn tensorboardX omegaconf
 INDUCTOR_OPS := add mul exp softmax layer_norm mm linear index_select cumsum cat where var_mean nn.functional.gelu \
 	nn.functional.cross_entropy nn.functional.scaled_dot_product_attention nn.functional.embedding nn.functional.conv2d
 
-.PHONY: setup demo test conformance opinfo lint clean
+.PHONY: setup demo test conformance opinfo fuzz lint clean
 
 setup: $(VENV)/.ready
 
@@ -39,6 +39,11 @@ conformance: setup
 opinfo: setup
 	$(BIN)/python -m tests.opinfo.sweep --dtypes float32 float64 bfloat16 --output build/opinfo-eager.json
 	$(BIN)/python -m tests.opinfo.sweep --executors inductor --ops $(INDUCTOR_OPS) --output build/opinfo-inductor.json
+
+# FUZZ_EXAMPLES random examples for each property; make test runs a few, always the same.
+FUZZ_EXAMPLES ?= 300
+fuzz: setup
+	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest tests/properties -o timeout=0
 
 lint: setup
 	$(BIN)/ruff check $(SOURCES)

@@ -4,10 +4,11 @@ import os
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
-_common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True, "database": None}
-settings.register_profile("quick", max_examples=12, derandomize=True, **_common)
+_common = {"deadline": None, "suppress_health_check": list(HealthCheck), "print_blob": True, "database": None,
+           "phases": (Phase.explicit, Phase.generate)}  # fmt: skip
+settings.register_profile("quick", max_examples=8, derandomize=True, **_common)
 settings.register_profile("long", max_examples=int(os.environ.get("FUZZ_EXAMPLES", "0")) or 1, **_common)
 settings.load_profile("long" if "FUZZ_EXAMPLES" in os.environ else "quick")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import lightning as L
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -91,6 +91,7 @@ def behind_unions(error: BaseException) -> BaseException:
     return error
 
 
+@settings(max_examples=10 * settings().max_examples)
 @given(st.sampled_from(STRATEGIES), options())
 def test_constructors_take_options_or_name_them(strategy: type, given_options: dict[str, Any]) -> None:
     compile_options = given_options.get("compile")
@@ -120,6 +121,7 @@ named = st.sampled_from(
 )
 
 
+@settings(max_examples=5 * settings().max_examples)
 @given(
     st.one_of(
         st.fixed_dictionaries({"class_path": named}, optional={"init_args": options()}),

@@ -26,6 +26,12 @@ def dynamo_errors() -> tuple[type[BaseException], ...]:
     return (exc.TorchDynamoException, exc.FailOnRecompileLimitHit)
 
 
+def is_dynamo_error(error: BaseException) -> bool:
+    """Whether Dynamo raised this while it read a function: one of its own errors, or one from a fault in it, to which
+    it has added where in the function it was."""
+    return isinstance(error, dynamo_errors()) or hasattr(error, "innermost_user_frame_summary")
+
+
 def control_flow_errors() -> tuple[type[BaseException], ...]:
     """Exceptions by which a backend asks Dynamo to read the function again: never to be caught."""
     from torch._dynamo import exc
@@ -190,7 +196,7 @@ def aot_backend(
         bw_compiler=backward,
         inference_compiler=inference,
         partition_fn=partition,
-        decompositions={},
+        decompositions={torch.ops.aten.bernoulli.p: _bernoulli_in_memory_order},
     )
 
     def compile_program(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
@@ -198,6 +204,16 @@ def aot_backend(
             return backend(gm, example_inputs)
 
     return compile_program
+
+
+def _bernoulli_in_memory_order(x: torch.Tensor, p: float, *, generator: Optional[torch.Generator] = None) -> Any:
+    """``bernoulli_``, as in ``F.alpha_dropout``, fills a permuted tensor in the order of its memory; the operator that
+    stands for it in a program without edits does not."""
+    order = sorted(range(x.dim()), key=lambda dim: (-x.stride(dim), dim)) if not x.is_contiguous() else []
+    if not order or not x.permute(order).is_contiguous():
+        return NotImplemented
+    drawn = torch.ops.aten.bernoulli.p(x.permute(order), p, generator=generator)
+    return drawn.permute([order.index(dim) for dim in range(x.dim())]).contiguous()
 
 
 def _backward_without_autocast() -> contextlib.AbstractContextManager:

@@ -102,8 +102,8 @@ class CompiledFunction:
                 return self._compiled(*args, **kwargs)
         except Refusal as refusal:
             raise refusal.error from refusal.error.__cause__
-        except _torch_compat.dynamo_errors() as error:
-            if not self.fullgraph:
+        except Exception as error:
+            if not self.fullgraph or not _torch_compat.is_dynamo_error(error):
                 raise
             raise compile_error(record, error) from error
 

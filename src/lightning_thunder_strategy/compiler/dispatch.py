@@ -1,6 +1,6 @@
 """Gives the parts of an ATen program to executors: the whole program to one, or regions by priority."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -162,8 +162,9 @@ class _Dispatch:
         while self._compile_regions(gm, self._regions(program)):
             pass
         regions = self._regions(program)
-        self._program.traces.append(self._record(gm, regions))
         inside = {part for region in regions for part in region.parts}
+        _allow_other_strides(part.operation for part in program if part not in inside)
+        self._program.traces.append(self._record(gm, regions))
         for part in program:
             name = self._name(part.executor) if part in inside else claimed_by(part.operation)
             self._program.executors[name] += 1
@@ -292,6 +293,14 @@ class _Dispatch:
         notes = {copies[node]: claimed_by(node) for node in outside}
         made = Trace(f"final {self._stage}", final, known, notes=notes, outputs=self._outputs)
         return made.snapshot("after dispatch")
+
+
+def _allow_other_strides(nodes: Iterable[fx.Node]) -> None:
+    """Let views copy where they must. Some of torch's kernels (BatchNorm, the backward of log-softmax) give results
+    with other strides than the program was traced with, of which no view may be possible."""
+    for node in nodes:
+        if node.target is torch.ops.aten.view.default:
+            node.target = torch.ops.aten.reshape.default
 
 
 def _edits(node: fx.Node) -> bool:

@@ -27,9 +27,20 @@ def replacing(path: Path, temporary: Path) -> Iterator[Path]:
     """
     try:
         yield temporary
+        flush(temporary)
         swap_in(temporary, path)
     finally:
         remove(temporary)
+
+
+def flush(path: Path) -> None:
+    """Wait until a file, or each file of a folder, is on the disk: a name must not outlive what it names."""
+    for item in [path, *(path.rglob("*") if path.is_dir() else ())]:
+        handle = os.open(item, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def swap_in(new: Path, path: Path) -> None:
@@ -52,6 +63,15 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     elif os.path.lexists(path):
         path.unlink()
+
+
+def vanish(path: Path) -> None:
+    """Remove a file or folder; at no moment a part of a folder is there under its name."""
+    if path.is_dir() and not path.is_symlink():
+        hidden = beside(path)
+        os.replace(path, hidden)
+        path = hidden
+    remove(path)
 
 
 def _exchange(first: Path, second: Path) -> bool:

@@ -9,7 +9,7 @@ from lightning.fabric.utilities.cloud_io import _load as load_anywhere
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_thunder_strategy.distributed import checkpoint as states
-from lightning_thunder_strategy.distributed.files import beside, remove, replacing, swap_in
+from lightning_thunder_strategy.distributed.files import beside, flush, remove, replacing, swap_in
 
 
 class Ranks(Protocol):
@@ -79,12 +79,17 @@ def write_folder(ranks: Ranks, path: Path, state: Mapping[str, Any], metadata: M
             error = _failure(lambda: states.save_sharded(temporary, state, metadata, main=ranks.is_global_zero))
             error = ranks.broadcast(error)  # a failure to write shards is known on all ranks, one of the rest on zero
         if error is None:
-            error = _on_rank_zero(ranks, lambda: swap_in(temporary, path))
+            error = _on_rank_zero(ranks, lambda: _finish(temporary, path))
     finally:
         if ranks.is_global_zero:
             remove(temporary)
     if error is not None:
         raise CheckpointWriteError(f"The checkpoint {path} could not be written: {error}")
+
+
+def _finish(temporary: Path, path: Path) -> None:
+    flush(temporary)
+    swap_in(temporary, path)
 
 
 def read_file(path: Any, weights_only: Optional[bool]) -> dict[str, Any]:

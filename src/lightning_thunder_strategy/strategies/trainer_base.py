@@ -22,6 +22,7 @@ from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.report import Record, Report
 from lightning_thunder_strategy.distributed import checkpoint as states
 from lightning_thunder_strategy.distributed import sharding
+from lightning_thunder_strategy.distributed.files import vanish
 from lightning_thunder_strategy.precision.options import accept
 from lightning_thunder_strategy.steps.notes import copy_changed_notes
 from lightning_thunder_strategy.steps.opaque import OpaqueMachinery
@@ -323,6 +324,13 @@ class CompiledStepsStrategy(Strategy):
             raise ValueError(f"state_dict_type='sharded' writes to a local folder, not to {filepath!r}.")
         optimizers = {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
         storage.write_folder(self, path, {"state_dict": checkpoint.pop("state_dict"), **optimizers}, checkpoint)
+
+    @override
+    def remove_checkpoint(self, filepath: PathLike) -> None:
+        if type(self.checkpoint_io) is not TorchCheckpointIO or not storage.is_local(filepath):
+            super().remove_checkpoint(filepath)
+        elif self.is_global_zero:
+            vanish(Path(filepath))
 
     @override
     def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
