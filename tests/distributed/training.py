@@ -112,6 +112,7 @@ def fit_alone(
     batch_size: int = 8,
     epochs: int = 2,
     before_epoch: Callable[[Base, int], None] = lambda module, epoch: None,
+    accumulate: int = 1,
 ) -> Result:
     """The case in a plain loop on the batches of both ranks together, without any strategy or Lightning's loop."""
     module, data = make(case)
@@ -124,8 +125,10 @@ def fit_alone(
         before_epoch(module, epoch)
         for index, batch in enumerate(DataLoader(data, batch_size=batch_size)):
             loss = module.training_step(batch, index)
-            loss.backward()
+            (loss / accumulate).backward()
             result.losses.append(loss.detach())
+            if (index + 1) % accumulate:
+                continue
             result.gradients.append({n: p.grad.clone() for n, p in module.named_parameters() if p.grad is not None})
             optimizer.step()
             optimizer.zero_grad()

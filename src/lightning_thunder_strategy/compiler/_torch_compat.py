@@ -354,6 +354,11 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` when the backward pass that is running on this thread has accumulated all gradients."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
 # -------------------------------------------------------------------------------------------------------- Inductor
 
 

@@ -245,7 +245,7 @@ def _minority(values: Sequence[str]) -> list[int]:
     return [rank for rank, value in enumerate(values) if value != common]
 
 
-_USES = ("redistribute", "from_local", "prim_redistribute", "prim_from_local")
+_USES = ("redistribute", "from_local", "prim_redistribute", "prim_from_local", "gather_unreduced")
 
 
 def _is_use(node: fx.Node) -> bool:

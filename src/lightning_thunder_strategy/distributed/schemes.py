@@ -8,6 +8,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from lightning_thunder_strategy.distributed.accumulation import (
+    adding_gradient,
+    gather_unreduced,
+    reduces_always,
+    waiting_gradient,
+)
+
 
 @dataclass(frozen=True)
 class Scheme:
@@ -20,21 +27,42 @@ class Scheme:
     mesh: DeviceMesh
     copies: ClassVar[bool] = False  # whether what a step sees is a copy, whose edits would be lost
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether gradients of several micro-batches may stay on their rank until the last one reduces them."""
+        return True
+
     def place(self, parameter: nn.Parameter) -> nn.Parameter:
         """The parameter at rest: what optimizers, callbacks and checkpoints see. May communicate."""
         raise NotImplementedError
 
-    def gather(self, parameter: Tensor) -> Tensor:
-        """The plain tensor that a step computes with. Its gradient is averaged over the ranks. Traced by Dynamo.
+    def gather(self, parameter: Tensor, local: bool = False) -> Tensor:
+        """The plain tensor that a step computes with. Traced by Dynamo.
 
         It requires a gradient where the parameter does, like the parameter also while gradients are not recorded.
+
+        Args:
+            parameter: As it is stored.
+            local: Whether its gradient stays this rank's own, instead of being averaged over the ranks.
         """
-        if torch.is_grad_enabled() or not parameter.requires_grad:
+        if not parameter.requires_grad:
             return self._gather(parameter)
+        if torch.is_grad_enabled():
+            return self._gather_for_gradient(parameter, local)
         with torch.enable_grad():
-            return self._gather(parameter)
+            return self._gather_for_gradient(parameter, local)
+
+    def _gather_for_gradient(self, parameter: Tensor, local: bool) -> Tensor:
+        if local and not reduces_always(parameter):
+            return self._gather_local(parameter)
+        waiting = waiting_gradient(parameter)
+        gathered = self._gather(parameter)
+        return gathered if waiting is None else adding_gradient(gathered, waiting)
 
     def _gather(self, parameter: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def _gather_local(self, parameter: Tensor) -> Tensor:
         raise NotImplementedError
 
     def accepts(self, parameter: Tensor) -> bool:
@@ -57,6 +85,9 @@ class Replicated(Scheme):
         replicated = DTensor.from_local(parameter, self.mesh, [Replicate()], run_check=False)
         return replicated.to_local(grad_placements=[Partial("avg")])
 
+    def _gather_local(self, parameter: Tensor) -> Tensor:
+        return parameter
+
     def accepts(self, parameter: Tensor) -> bool:
         return not isinstance(parameter, DTensor)
 
@@ -64,9 +95,18 @@ class Replicated(Scheme):
 @dataclass(frozen=True)
 class Sharded(Scheme):
     """Every rank holds a part of the rows (dimension 0) of each parameter; a step gathers the whole parameter where it
-    is used and reduce-scatters its gradient (ZeRO-2 and ZeRO-3, see https://arxiv.org/abs/1910.02054)."""
+    is used and reduce-scatters its gradient (ZeRO, see https://arxiv.org/abs/1910.02054).
 
+    Attributes:
+        whole_gradients: Whether gradients stay whole on each rank while micro-batches accumulate (ZeRO-1).
+    """
+
+    whole_gradients: bool = False
     copies: ClassVar[bool] = True
+
+    @property
+    def accumulates(self) -> bool:
+        return self.whole_gradients
 
     def place(self, parameter: nn.Parameter) -> nn.Parameter:
         if isinstance(parameter, DTensor):
@@ -78,6 +118,9 @@ class Sharded(Scheme):
 
     def _gather(self, parameter: Tensor) -> Tensor:
         return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
+
+    def _gather_local(self, parameter: Tensor) -> Tensor:
+        return gather_unreduced(parameter)  # type: ignore[arg-type]
 
     def accepts(self, parameter: Tensor) -> bool:
         return isinstance(parameter, DTensor)

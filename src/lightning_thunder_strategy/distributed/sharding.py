@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_thunder_strategy.compiler import _torch_compat
 from lightning_thunder_strategy.distributed import edits
+from lightning_thunder_strategy.distributed.accumulation import Accumulation
 from lightning_thunder_strategy.distributed.edits import EditWatch
 from lightning_thunder_strategy.distributed.schemes import Scheme, place_like, whole
 
@@ -88,11 +89,12 @@ def parallelize(root: nn.Module, scheme: Scheme) -> dict[nn.Parameter, nn.Parame
     replaced = {old: new for old, new in placed.items() if old is not new}
     _refuse_stale_references(modules, replaced)
     classes: dict[tuple, type] = {}
+    accumulation = accumulation_of(root) or Accumulation()
     for _, module in modules:
         if not is_parallelized(module):
             key = (type(module), tuple(module._parameters))
             if key not in classes:
-                classes[key] = _parallel_class(type(module), tuple(module._parameters), scheme)
+                classes[key] = _parallel_class(type(module), tuple(module._parameters), scheme, accumulation)
             module.__class__ = classes[key]
     return replaced
 
@@ -128,6 +130,11 @@ def is_parallelized(module: nn.Module) -> bool:
 def scheme_of(module: nn.Module) -> Optional[Scheme]:
     """How the module's parameters are spread, or ``None``."""
     return getattr(type(module), "_lts_scheme", None)
+
+
+def accumulation_of(module: nn.Module) -> Optional[Accumulation]:
+    """How gradients of the module's parameters are treated now, or ``None`` if they are not spread."""
+    return getattr(type(module), "_lts_accumulation", None)
 
 
 def original_class(module: nn.Module) -> type:
@@ -166,7 +173,7 @@ def restore_parameters(root: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 # ---------------------------------------------------------------------------------------------------- the class
 
 
-def _parallel_class(original: type, names: tuple[str, ...], scheme: Scheme) -> type:
+def _parallel_class(original: type, names: tuple[str, ...], scheme: Scheme, accumulation: Accumulation) -> type:
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _GATHERING.on:
             return original.__call__(self, *args, **kwargs)
@@ -215,15 +222,16 @@ def _parallel_class(original: type, names: tuple[str, ...], scheme: Scheme) -> t
         "named_parameters": named_parameters,
         "get_parameter": get_parameter,
         "_lts_scheme": scheme,
+        "_lts_accumulation": accumulation,
         "_lts_original": original,
-        **{name: property(_getter(name, scheme)) for name in names},
+        **{name: property(_getter(name, scheme, accumulation)) for name in names},
     }
     if issubclass(original, nn.RNNBase):
         namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
     return types.new_class(original.__name__, (original,), exec_body=lambda ns: ns.update(namespace))
 
 
-def _getter(name: str, scheme: Scheme) -> Callable[[nn.Module], Any]:
+def _getter(name: str, scheme: Scheme, accumulation: Accumulation) -> Callable[[nn.Module], Any]:
     def get(self: nn.Module) -> Any:
         if name not in self._parameters:
             raise AttributeError(f"{type(self).__name__} has no parameter `{name}`")
@@ -239,8 +247,9 @@ def _getter(name: str, scheme: Scheme) -> Callable[[nn.Module], Any]:
                 "or change its values in place."
             )
         if torch.compiler.is_compiling() or _GATHERING.watch is None or not scheme.copies:
-            return scheme.gather(parameter)
-        return edits.gather_watched(scheme.gather, parameter, _GATHERING.watch, f"`{name}` of {type(self).__name__}")
+            return scheme.gather(parameter, accumulation.local)
+        gather = lambda stored: scheme.gather(stored, accumulation.local)  # noqa: E731
+        return edits.gather_watched(gather, parameter, _GATHERING.watch, f"`{name}` of {type(self).__name__}")
 
     _torch_compat.never_a_program(get)
     return get
@@ -253,7 +262,7 @@ def _flat_weights(self: nn.RNNBase) -> list[Any]:
 
 def _rebuild(original: type, names: tuple[str, ...], scheme: Scheme) -> nn.Module:
     """Deepcopy and pickle make a parallelized module again."""
-    return object.__new__(_parallel_class(original, names, scheme))
+    return object.__new__(_parallel_class(original, names, scheme, Accumulation()))
 
 
 # ------------------------------------------------------------------------------------------------------- refusals

@@ -88,6 +88,8 @@ class CompiledStep:
         self._breaks_before = 0
         self._reason = ""  # why the step is not compiled in the unit that was asked for
         self._announced: Optional[Unit] = None  # the smaller unit that was warned of
+        self.choose: Callable[[Unit], str] = lambda unit: ""  # which variant of its programs a call of a unit needs
+        self._variant = ""
         self.unit: Unit = _FIRST_UNIT[pipelines.whole.config.mode]
         self.record = Record(name, _MODE[self.unit])
         self._automatic_optimization = module.automatic_optimization
@@ -116,8 +118,10 @@ class CompiledStep:
             schedulers: Learning-rate schedulers that it may use.
             environment: Opened around the step's own code, and not around replayed logging.
         """
+        self._variant = self.choose(self.unit)
+        self.record.group = f"{self._name}{self._variant}"
         if self._agreement is not None:
-            self._agreement.begin(self._name)
+            self._agreement.begin(self.record.group)
         try:
             while True:
                 try:
@@ -125,6 +129,7 @@ class CompiledStep:
                 except (CompileError, AgreedFallback) as error:
                     if not self._adapt(args, error):
                         self._fall_back(error)
+                        self._variant = self.choose(self.unit)
         finally:
             self._announce()
 
@@ -140,7 +145,7 @@ class CompiledStep:
         if self.unit != "whole":
             return None
         if self._agreement is not None:
-            self._agreement.begin(self._name)
+            self._agreement.begin(self.record.group or self._name)
         while self.unit == "whole":
             try:
                 with self._recorder.recording(), environment():
@@ -200,7 +205,7 @@ class CompiledStep:
     def _whole(self, args: tuple) -> Callable:
         """The step as one program; of this dataloader only, where its index must be a constant."""
         index = args[_DATALOADER_IDX] if self._each_dataloader and len(args) > _DATALOADER_IDX else None
-        return self._function(("whole", index), self._pipelines.whole, self._named_step(index))
+        return self._function(("whole", index, self._variant), self._pipelines.whole, self._named_step(index))
 
     def _named_step(self, index: Optional[int] = None) -> Callable:
         module, name = self._module, self._name
@@ -247,7 +252,7 @@ class CompiledStep:
             if "torch.autograd.grad" in error.reason:
                 unit = "eager"  # a compiled part could not be differentiated twice
             if self._agreement is not None and self.unit == "whole":
-                unit = self._agreement.fall_back(self._name, unit)  # type: ignore[assignment]
+                unit = self._agreement.fall_back(self.record.group or self._name, unit)  # type: ignore[assignment]
         if self._fullgraph or not isinstance(error, CompileError) or self.unit != "whole":
             raise error
         where = f"{error.file}:{error.line}: " if error.file else ""

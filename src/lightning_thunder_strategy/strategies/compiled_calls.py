@@ -7,7 +7,8 @@ from typing import Any, Optional
 import torch
 from lightning.fabric.wrappers import _LIGHTNING_MODULE_STEP_METHODS as STEP_METHODS
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from lightning_thunder_strategy.compiler import _torch_compat
 from lightning_thunder_strategy.compiler.compile import CompiledFunction
@@ -51,10 +52,45 @@ class CompiledModule:
         self.share_buffers()
         if name not in self._calls:
             self._calls[name] = self._make(name)
-        if name not in self._steps:
-            begin_call(self._engine, self.records[name], f" of module {self._number}" if self._number else "")
+        owner = f" of module {self._number}" if self._number else ""
+        begin_call(self._engine, self.records[name], owner, self.begin(), begin=name not in self._steps)
         with gathering(self._engine), recording(self.records[name]):
-            return self._calls[name](*args, **kwargs)
+            result = self._calls[name](*args, **kwargs)
+        self.reduce_after_backward_of(result)
+        return result
+
+    def begin(self) -> bool:
+        """A call of the module, or of a function that calls it, begins. Returns whether its gradients stay local."""
+        accumulation = sharding.accumulation_of(self.module)
+        if accumulation is None:
+            return False
+        if torch.is_grad_enabled():
+            accumulation.begin(self.module, add=False)
+        else:
+            accumulation.local = False
+        return accumulation.local
+
+    def reduce_after_backward_of(self, result: Any) -> None:
+        """Reduce what programs leave unreduced at the end of a backward that starts at a tensor of ``result``."""
+        accumulation, scheme = sharding.accumulation_of(self.module), self._engine.scheme
+        if accumulation is None or scheme is None or not accumulation.local:
+            return
+
+        def after_backward() -> None:
+            accumulation.after_backward(self.module, scheme.mesh)
+
+        def hook(gradient: Tensor) -> None:
+            _torch_compat.at_end_of_backward(after_backward)
+
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(hook)
+
+    def settle(self) -> None:
+        """An optimizer is about to step: reduce gradients that no backward has reduced."""
+        accumulation, scheme = sharding.accumulation_of(self.module), self._engine.scheme
+        if accumulation is not None and scheme is not None:
+            accumulation.settle(self.module, scheme.mesh)
 
     def share_buffers(self) -> None:
         """Give every rank rank zero's buffers, once after each optimizer step."""
@@ -108,10 +144,12 @@ class CompiledModule:
         return lambda *args, **kwargs: step(args, kwargs, module._fabric_optimizers, [], nullcontext)
 
 
-def begin_call(engine: Engine, record: Record, owner: str = "") -> None:
-    """Other modules, and inference, have programs with other collectives: ranks compare only those of one kind."""
-    if engine.agreement is not None:
-        record.group = f"{record.name}{owner}{'' if torch.is_grad_enabled() else ' without gradients'}"
+def begin_call(engine: Engine, record: Record, owner: str, local: bool, begin: bool = True) -> None:
+    """Other modules, inference and gradients that stay local have programs with other collectives: ranks compare only
+    those of one kind."""
+    if engine.agreement is not None and begin:
+        kind = " without gradients" if not torch.is_grad_enabled() else " accumulating" if local else ""
+        record.group = f"{record.name}{owner}{kind}"
         engine.agreement.begin(record.group)
 
 

@@ -23,11 +23,12 @@ from lightning_thunder_strategy.distributed.initialization import materialize
 from lightning_thunder_strategy.distributed.mesh import data_mesh
 from lightning_thunder_strategy.distributed.schemes import Replicated, Scheme, Sharded, local_bytes
 from lightning_thunder_strategy.strategies.options import StrategyOptions
+from lightning_thunder_strategy.transforms.add_once import AddOnce
 from lightning_thunder_strategy.transforms.deduplicate_unshard import DeduplicateUnshard
 from lightning_thunder_strategy.transforms.refuse_lost_edits import RefuseLostEdits
 from lightning_thunder_strategy.transforms.unshard_policy import GatherAgain
 
-Parallelism = Literal["none", "ddp", "zero2", "zero3"]
+Parallelism = Literal["none", "ddp", "zero1", "zero2", "zero3"]
 
 _AUTO_UNSHARD_LIMIT = 2**30  # bytes of the full model
 
@@ -58,14 +59,14 @@ class Engine:
 
     @property
     def sharded(self) -> bool:
-        return self.parallelism in ("zero2", "zero3")
+        return self.parallelism in ("zero1", "zero2", "zero3")
 
     def connect_ranks(self, device: torch.device) -> None:
         """After the process group exists: make the mesh."""
         if self.parallelism == "none":
             return
         mesh = data_mesh(device.type)
-        self.scheme = Sharded(mesh) if self.sharded else Replicated(mesh)
+        self.scheme = Sharded(mesh, self.parallelism == "zero1") if self.sharded else Replicated(mesh)
         self.agreement = Agreement(self._timeout) if mesh.size() > 1 else None
 
     # ------------------------------------------------------------------------------------------------------- modules
@@ -168,10 +169,9 @@ class Engine:
     def _sharding_passes(self) -> tuple[Transform, ...]:
         if self.scheme is None:
             return ()
-        passes: tuple[Transform, ...] = (
-            (RefuseLostEdits(), DeduplicateUnshard()) if self.sharded else (DeduplicateUnshard(),)
-        )
-        return (*passes, GatherAgain()) if self.parallelism == "zero3" else passes
+        passes: list[Transform] = [RefuseLostEdits()] if self.sharded else []
+        passes += [DeduplicateUnshard(), AddOnce()] if self.scheme.accumulates else [DeduplicateUnshard()]
+        return (*passes, GatherAgain()) if self.parallelism == "zero3" else tuple(passes)
 
     # -------------------------------------------------------------------------------------------------------- report
 

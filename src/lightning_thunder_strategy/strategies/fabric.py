@@ -13,6 +13,7 @@ from torch import nn
 from typing_extensions import override
 
 from lightning_thunder_strategy.compiler.transform import Transform
+from lightning_thunder_strategy.distributed import sharding as parameters
 from lightning_thunder_strategy.strategies.engine import Engine
 from lightning_thunder_strategy.strategies.fabric_base import CompiledModulesStrategy
 from lightning_thunder_strategy.strategies.options import (
@@ -76,13 +77,16 @@ class _Distributed(CompiledModulesStrategy, DDPStrategy):
         self._engine.connect_ranks(self.root_device)
 
 
-class _ReducesEachTime(_BackwardSyncControl):
-    """Gradients are reduced inside each compiled backward. The sum over micro-batches is the same; only the
-    communication of all but the last is not saved."""
+class _SyncControl(_BackwardSyncControl):
+    """Inside ``no_backward_sync`` gradients stay on their ranks, where the strategy can keep them whole; the next
+    backward outside reduces them. ZeRO-2 and ZeRO-3 reduce in each backward: the sum over micro-batches is the same."""
 
     @override
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
-        return nullcontext()
+        accumulation, scheme = parameters.accumulation_of(module), parameters.scheme_of(module)
+        if not enabled or accumulation is None or scheme is None or not scheme.accumulates:
+            return nullcontext()
+        return accumulation.hold()
 
 
 class ThunderDDPStrategy(_Distributed):
@@ -120,7 +124,7 @@ class ThunderDDPStrategy(_Distributed):
     ) -> None:
         check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
-        self._backward_sync_control = _ReducesEachTime()
+        self._backward_sync_control = _SyncControl()
         self._broadcast_buffers = broadcast_buffers
         config = compile_config(compile, highest="forward")
         options = StrategyOptions(executors, transforms, config, "auto", state_dict_type, False)
@@ -134,7 +138,8 @@ class ThunderFSDPStrategy(_Distributed):
     program (ZeRO, https://arxiv.org/abs/1910.02054). Everywhere else parameters are ``DTensor``.
 
     Args:
-        sharding: ``"zero3"`` gathers a parameter again in the backward, ``"zero2"`` keeps the gathered one.
+        sharding: ``"zero3"`` gathers a parameter again in the backward, ``"zero2"`` keeps the gathered one. ``"zero1"``
+            also keeps gradients whole inside ``no_backward_sync``, and reduces them once.
         executors: What runs the parts of the program: ``"auto"``, or names in priority order such as ``["inductor"]``;
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
@@ -168,7 +173,7 @@ class ThunderFSDPStrategy(_Distributed):
         check_sharding(sharding)
         check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
-        self._backward_sync_control = _ReducesEachTime()
+        self._backward_sync_control = _SyncControl()
         self._broadcast_buffers = broadcast_buffers
         config = compile_config(compile, highest="forward")
         options = StrategyOptions(executors, transforms, config, False, state_dict_type, False)

@@ -112,6 +112,8 @@ class CompiledModulesStrategy(Strategy):
 
     @override
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        for compiled in self._compiled:
+            compiled.settle()
         result = super().optimizer_step(optimizer, **kwargs)
         for compiled in self._compiled:
             compiled.buffers_changed = self._broadcast_buffers
@@ -143,9 +145,13 @@ class CompiledModulesStrategy(Strategy):
         def around(call: Callable[[], Any]) -> Any:
             for compiled in self._compiled:
                 compiled.share_buffers()
-            begin_call(engine, record, owner)
+            local = [compiled.begin() for compiled in self._compiled]
+            begin_call(engine, record, owner, any(local))
             with gathering(engine), inlined_views():
-                return call()
+                result = call()
+            for compiled in self._compiled:
+                compiled.reduce_after_backward_of(result)
+            return result
 
         compiled_function.around = around
         return compiled_function

@@ -15,7 +15,7 @@ from lightning_thunder_strategy.executors.base import Executor
 Executors = Union[Literal["auto"], list[Union[str, Executor]]]
 Compile = Union[CompileConfig, Mode]
 StateDictType = Literal["full", "sharded"]
-Sharding = Literal["zero2", "zero3"]
+Sharding = Literal["zero1", "zero2", "zero3"]
 Unshard = Union[bool, Literal["auto"]]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 

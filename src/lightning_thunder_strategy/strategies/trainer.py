@@ -1,18 +1,23 @@
 """The strategies for Lightning's Trainer."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_thunder_strategy.compiler.transform import Transform
+from lightning_thunder_strategy.distributed import sharding as parameters
+from lightning_thunder_strategy.distributed.accumulation import Accumulation
 from lightning_thunder_strategy.distributed.buffers import broadcast_buffers
 from lightning_thunder_strategy.distributed.initialization import sharded_construction
+from lightning_thunder_strategy.steps.step import CompiledStep, Unit
 from lightning_thunder_strategy.strategies.engine import Engine
 from lightning_thunder_strategy.strategies.options import (
     Compile,
@@ -82,10 +87,63 @@ class _Distributed(CompiledStepsStrategy, DDPStrategy):
         self._engine.connect_ranks(self.root_device)
 
     @override
-    def _before_step(self) -> None:
-        if self._broadcast_buffers and self._stage == "training" and self._engine.scheme is not None:
+    def _before_step(self, step: CompiledStep, args: Sequence[Any]) -> None:
+        module = self.lightning_module
+        assert module is not None
+        accumulation = self._accumulation()
+        if accumulation is None or self._engine.scheme is None:
+            return
+        if self._broadcast_buffers and self._stage == "training" and not accumulation.waiting:
+            broadcast_buffers(module, self._engine.scheme.mesh)
+        if step.record.name != "training_step":
+            accumulation.local = False
+            return
+        keeps = len(args) > 1 and args[1] % module.trainer.accumulate_grad_batches != 0  # gradients that it has
+
+        def choose(unit: Unit) -> str:
+            whole = module.automatic_optimization and unit == "whole"
+            adding = accumulation.begin(module, add=whole and keeps)
+            return " accumulating" if accumulation.local else " adding" if adding else ""
+
+        step.choose = choose
+
+    def _accumulation(self) -> Optional[Accumulation]:
+        return parameters.accumulation_of(self.lightning_module) if self.lightning_module is not None else None
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        accumulation, scheme = self._accumulation(), self._engine.scheme
+        if accumulation is None or scheme is None or not scheme.accumulates:
+            yield
+            return
+        with accumulation.hold():
+            yield
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        accumulation, scheme = self._accumulation(), self._engine.scheme
+        if accumulation is not None and scheme is not None:
             assert self.lightning_module is not None
-            broadcast_buffers(self.lightning_module, self._engine.scheme.mesh)
+            accumulation.after_backward(self.lightning_module, scheme.mesh)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Optional[nn.Module] = None, **kwargs: Any
+    ) -> Any:
+        module, accumulation, scheme = self.lightning_module, self._accumulation(), self._engine.scheme
+        if module is None or accumulation is None or scheme is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def settled() -> Any:
+            result = closure()
+            accumulation.settle(module, scheme.mesh)
+            return result
+
+        output = super().optimizer_step(optimizer, settled, model, **kwargs)
+        if module.automatic_optimization:
+            accumulation.done(module)
+        return output
 
 
 class ThunderDDPStrategy(_Distributed):
@@ -138,7 +196,8 @@ class ThunderFSDPStrategy(_Distributed):
     program (ZeRO, https://arxiv.org/abs/1910.02054). Everywhere else parameters are ``DTensor``.
 
     Args:
-        sharding: ``"zero3"`` gathers a parameter again in the backward, ``"zero2"`` keeps the gathered one.
+        sharding: ``"zero3"`` gathers a parameter again in the backward, ``"zero2"`` keeps the gathered one. ``"zero1"``
+            also keeps gradients whole over the micro-batches of one optimizer step, and reduces them once.
         executors: What runs the parts of the program: ``"auto"``, or names in priority order such as ``["inductor"]``;
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.

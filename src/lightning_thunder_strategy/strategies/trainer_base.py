@@ -201,11 +201,12 @@ class CompiledStepsStrategy(Strategy):
 
     def _call_step(self, name: str, args: tuple, kwargs: dict) -> Any:
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
-        self._before_step()
+        step = self._step(name)
+        self._before_step(step, args)
         optimizers = [*self._lightning_optimizers, *self.optimizers]
-        return self._step(name)(args, kwargs, optimizers, schedulers, self._gathering)
+        return step(args, kwargs, optimizers, schedulers, self._gathering)
 
-    def _before_step(self) -> None:
+    def _before_step(self, step: CompiledStep, args: Sequence[Any]) -> None:
         """What happens before each step, outside its program."""
 
     def _gathering(self) -> AbstractContextManager:

@@ -36,5 +36,5 @@ def _is_chain(node: fx.Node) -> bool:
     if node.op == "call_method" and node.target in _CHAIN_METHODS:
         return True
     return node.op == "call_function" and getattr(node.target, "__name__", "") in (
-        "from_local", "prim_from_local", "prim_redistribute", "prim_to_local",
+        "from_local", "prim_from_local", "prim_redistribute", "prim_to_local", "gather_unreduced", "adding_gradient",
     )  # fmt: skip

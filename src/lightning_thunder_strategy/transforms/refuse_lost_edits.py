@@ -36,7 +36,8 @@ class RefuseLostEdits(Transform):
             used = [argument for argument in node.all_input_nodes if argument in copies]
             if used and _name(node).startswith("_foreach_") and _name(node).endswith("_"):
                 raise LostEditError(_source(node))
-            if (node.op == "call_method" and node.target == "to_local") or (used and _name(node) in _ALIASES):
+            gathers = (node.op == "call_method" and node.target == "to_local") or _name(node) == "gather_unreduced"
+            if gathers or (used and _name(node) in _ALIASES):
                 copies.add(node)
         for node in copies:
             value = node_value(node)
@@ -48,6 +49,7 @@ class RefuseLostEdits(Transform):
 _ALIASES = (
     "data", "_get_data_attr", "detach", "view", "reshape", "t", "transpose", "permute", "flatten", "squeeze",
     "unsqueeze", "getitem", "__getitem__", "narrow", "select", "expand", "chunk", "split", "unbind", "T", "mT",
+    "adding_gradient",
 )  # fmt: skip
 
 
