@@ -523,8 +523,8 @@ def test_bad_values_are_named(name: str, options: dict, words: list[str]) -> Non
 
 
 def test_bad_sharding_is_named() -> None:
-    with pytest.raises(ValueError, match="sharding='zero1' is not allowed: choose one of 'zero2', 'zero3'"):
-        thunder.ThunderFSDPStrategy(sharding="zero1")
+    with pytest.raises(ValueError, match="sharding='zero4' is not allowed: choose one of 'zero1', 'zero2', 'zero3'"):
+        thunder.ThunderFSDPStrategy(sharding="zero4")
 
 
 def test_more_devices_than_one_are_refused_with_the_fix() -> None:

@@ -22,11 +22,14 @@ from lightning_thunder_strategy.distributed.checkpoint import exchange_parameter
 from lightning_thunder_strategy.distributed.initialization import materialize
 from lightning_thunder_strategy.distributed.mesh import data_mesh
 from lightning_thunder_strategy.distributed.schemes import Replicated, Scheme, Sharded, local_bytes
-from lightning_thunder_strategy.strategies.options import StrategyOptions
+from lightning_thunder_strategy.strategies.options import Communication, StrategyOptions
 from lightning_thunder_strategy.transforms.add_once import AddOnce
+from lightning_thunder_strategy.transforms.bucketing import Bucket
 from lightning_thunder_strategy.transforms.deduplicate_unshard import DeduplicateUnshard
+from lightning_thunder_strategy.transforms.overlap import Overlap
 from lightning_thunder_strategy.transforms.refuse_lost_edits import RefuseLostEdits
 from lightning_thunder_strategy.transforms.unshard_policy import GatherAgain
+from lightning_thunder_strategy.transforms.wire_dtype import CastBeforeGather, ReduceIn
 
 Parallelism = Literal["none", "ddp", "zero1", "zero2", "zero3"]
 
@@ -46,11 +49,19 @@ class Engine:
         options: What the strategy was configured with.
         parallelism: How parameters are spread.
         timeout: How long to wait for other ranks.
+        communication: How parameters and gradients are communicated.
     """
 
-    def __init__(self, options: StrategyOptions, parallelism: Parallelism, timeout: Optional[timedelta] = None) -> None:
+    def __init__(
+        self,
+        options: StrategyOptions,
+        parallelism: Parallelism,
+        timeout: Optional[timedelta] = None,
+        communication: Communication = Communication(),
+    ) -> None:
         self.options = options
         self.parallelism = parallelism
+        self.communication = communication
         self._timeout = timeout
         self.scheme: Optional[Scheme] = None
         self.agreement: Optional[Agreement] = None
@@ -171,7 +182,18 @@ class Engine:
             return ()
         passes: list[Transform] = [RefuseLostEdits()] if self.sharded else []
         passes += [DeduplicateUnshard(), AddOnce()] if self.scheme.accumulates else [DeduplicateUnshard()]
-        return (*passes, GatherAgain()) if self.parallelism == "zero3" else tuple(passes)
+        passes += [CastBeforeGather()] if self.sharded else []
+        passes += [GatherAgain()] if self.parallelism == "zero3" else []
+        return (*passes, *self._communication_passes())
+
+    def _communication_passes(self) -> list[Transform]:
+        wanted = self.communication
+        passes: list[Transform] = []
+        if wanted.reduce_dtype is not None:
+            passes.append(ReduceIn(wanted.reduce_dtype))
+        if wanted.bucket_size_mb:
+            passes.append(Bucket(wanted.bucket_size_mb))
+        return [*passes, Overlap(wanted.prefetch, wanted.in_flight_mb)]
 
     # -------------------------------------------------------------------------------------------------------- report
 

@@ -17,8 +17,11 @@ from lightning_thunder_strategy.distributed import sharding as parameters
 from lightning_thunder_strategy.strategies.engine import Engine
 from lightning_thunder_strategy.strategies.fabric_base import CompiledModulesStrategy
 from lightning_thunder_strategy.strategies.options import (
+    BucketSize,
+    Communication,
     Compile,
     Executors,
+    ReduceDtype,
     Sharding,
     StartMethod,
     StateDictType,
@@ -100,6 +103,11 @@ class ThunderDDPStrategy(_Distributed):
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
             of ``torch.distributed.checkpoint``.
         broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero after each step.
+        bucket_size_mb: Mebibytes of gradients that a program reduces at once; 0: each parameter's by itself;
+            ``"block"``: those of one block of the model (an entry of a ``ModuleList`` or ``Sequential``) together.
+        reduce_dtype: The type in which programs reduce gradients: ``"float32"``, ``"bfloat16"`` or ``"float16"``; by
+            default the type of the parameter.
+        in_flight_mb: Mebibytes of gradients that may be under way at once; ``None``: any.
         process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
         timeout: How long ranks wait for each other.
         start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or
@@ -118,17 +126,22 @@ class ThunderDDPStrategy(_Distributed):
         compile: Compile = "forward",
         state_dict_type: StateDictType = "full",
         broadcast_buffers: bool = True,
+        bucket_size_mb: BucketSize = 25.0,
+        reduce_dtype: Optional[ReduceDtype] = None,
+        in_flight_mb: Optional[float] = None,
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
     ) -> None:
+        communication = Communication(bucket_size_mb, reduce_dtype, in_flight_mb=in_flight_mb)
         check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         self._backward_sync_control = _SyncControl()
         self._broadcast_buffers = broadcast_buffers
         config = compile_config(compile, highest="forward")
+        communication.check_compiled(config)
         options = StrategyOptions(executors, transforms, config, "auto", state_dict_type, False)
-        self._use(Engine(options, "ddp", timeout))
+        self._use(Engine(options, "ddp", timeout, communication))
 
 
 class ThunderFSDPStrategy(_Distributed):
@@ -147,6 +160,12 @@ class ThunderFSDPStrategy(_Distributed):
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
             to which each rank writes its part.
         broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero after each step.
+        bucket_size_mb: Mebibytes of whole parameters that a program gathers or reduces at once; 0: each by itself;
+            ``"block"``: those of one block of the model (an entry of a ``ModuleList`` or ``Sequential``) together.
+        reduce_dtype: The type in which programs reduce gradients: ``"float32"``, ``"bfloat16"`` or ``"float16"``; by
+            default the type of the parameter.
+        prefetch: How many gathers a program starts before the one whose result it needs next has arrived.
+        in_flight_mb: Mebibytes of whole parameters, and of gradients, that may be under way at once; ``None``: any.
         process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
         timeout: How long ranks wait for each other.
         start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or
@@ -166,18 +185,24 @@ class ThunderFSDPStrategy(_Distributed):
         compile: Compile = "forward",
         state_dict_type: StateDictType = "full",
         broadcast_buffers: bool = True,
+        bucket_size_mb: BucketSize = "block",
+        reduce_dtype: Optional[ReduceDtype] = None,
+        prefetch: int = 1,
+        in_flight_mb: Optional[float] = None,
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
     ) -> None:
         check_sharding(sharding)
+        communication = Communication(bucket_size_mb, reduce_dtype, prefetch, in_flight_mb)
         check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         self._backward_sync_control = _SyncControl()
         self._broadcast_buffers = broadcast_buffers
         config = compile_config(compile, highest="forward")
+        communication.check_compiled(config)
         options = StrategyOptions(executors, transforms, config, False, state_dict_type, False)
-        self._use(Engine(options, sharding, timeout))
+        self._use(Engine(options, sharding, timeout, communication))
 
     @override
     def module_init_context(self, empty_init: Optional[bool] = None) -> AbstractContextManager:

@@ -17,6 +17,8 @@ Compile = Union[CompileConfig, Mode]
 StateDictType = Literal["full", "sharded"]
 Sharding = Literal["zero1", "zero2", "zero3"]
 Unshard = Union[bool, Literal["auto"]]
+BucketSize = Union[float, Literal["block"]]
+ReduceDtype = Literal["float32", "bfloat16", "float16"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
@@ -43,6 +45,48 @@ class StrategyOptions:
             raise ValueError(f"transforms={self.transforms!r} is not allowed: give a list of Transform objects.")
         object.__setattr__(self, "transforms", tuple(self.transforms))
         make_pipeline(self.executors, self.transforms, self.compile_config, {})  # checks them, alone and together
+
+
+@dataclass(frozen=True)
+class Communication:
+    """How parameters and gradients are communicated: what the options of the same names say.
+
+    Raises:
+        ValueError: If a value is not allowed; the message names the option, the value and what is allowed.
+    """
+
+    bucket_size_mb: BucketSize = 0.0
+    reduce_dtype: Optional[ReduceDtype] = None
+    prefetch: int = 0
+    in_flight_mb: Optional[float] = None
+
+    def __post_init__(self) -> None:
+        check_choice("reduce_dtype", self.reduce_dtype, (None, *get_args(ReduceDtype)))
+        if self.bucket_size_mb != "block" and not _is_number(self.bucket_size_mb):
+            raise ValueError(
+                f"bucket_size_mb={self.bucket_size_mb!r} is not allowed: give mebibytes, 0 for a collective for each "
+                "parameter, or 'block'."
+            )
+        if isinstance(self.prefetch, bool) or not isinstance(self.prefetch, int) or self.prefetch < 0:
+            raise ValueError(
+                f"prefetch={self.prefetch!r} is not allowed: give how many gathers start early, 0 or more."
+            )
+        if self.in_flight_mb is not None and not _is_number(self.in_flight_mb):
+            raise ValueError(
+                f"in_flight_mb={self.in_flight_mb!r} is not allowed: give mebibytes, or None for no bound."
+            )
+
+    def check_compiled(self, config: CompileConfig) -> None:
+        """Refuse a type of reduction that would not be used, because nothing is compiled."""
+        if self.reduce_dtype is not None and config.mode == "off":
+            raise ValueError(
+                f"reduce_dtype={self.reduce_dtype!r} is a property of compiled programs, and compile='off' makes none: "
+                "leave reduce_dtype out, or compile."
+            )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
 
 def compile_config(value: Compile, highest: Mode) -> CompileConfig:

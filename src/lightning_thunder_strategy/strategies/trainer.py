@@ -20,8 +20,11 @@ from lightning_thunder_strategy.distributed.initialization import sharded_constr
 from lightning_thunder_strategy.steps.step import CompiledStep, Unit
 from lightning_thunder_strategy.strategies.engine import Engine
 from lightning_thunder_strategy.strategies.options import (
+    BucketSize,
+    Communication,
     Compile,
     Executors,
+    ReduceDtype,
     Sharding,
     StartMethod,
     StateDictType,
@@ -158,6 +161,11 @@ class ThunderDDPStrategy(_Distributed):
             of ``torch.distributed.checkpoint``.
         report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
         broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero before each step.
+        bucket_size_mb: Mebibytes of gradients that a program reduces at once; 0: each parameter's by itself;
+            ``"block"``: those of one block of the model (an entry of a ``ModuleList`` or ``Sequential``) together.
+        reduce_dtype: The type in which programs reduce gradients: ``"float32"``, ``"bfloat16"`` or ``"float16"``; by
+            default the type of the parameter.
+        in_flight_mb: Mebibytes of gradients that may be under way at once; ``None``: any.
         process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
         timeout: How long ranks wait for each other.
         start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or
@@ -177,15 +185,20 @@ class ThunderDDPStrategy(_Distributed):
         state_dict_type: StateDictType = "full",
         report: bool = False,
         broadcast_buffers: bool = True,
+        bucket_size_mb: BucketSize = 25.0,
+        reduce_dtype: Optional[ReduceDtype] = None,
+        in_flight_mb: Optional[float] = None,
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
     ) -> None:
+        communication = Communication(bucket_size_mb, reduce_dtype, in_flight_mb=in_flight_mb)
         check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         config = compile_config(compile, highest="step")
+        communication.check_compiled(config)
         options = StrategyOptions(executors, transforms, config, "auto", state_dict_type, report)
-        self._use(Engine(options, "ddp", timeout))
+        self._use(Engine(options, "ddp", timeout, communication))
         self._broadcast_buffers = broadcast_buffers
 
 
@@ -208,6 +221,12 @@ class ThunderFSDPStrategy(_Distributed):
             to which each rank writes its part.
         report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
         broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero before each step.
+        bucket_size_mb: Mebibytes of whole parameters that a program gathers or reduces at once; 0: each by itself;
+            ``"block"``: those of one block of the model (an entry of a ``ModuleList`` or ``Sequential``) together.
+        reduce_dtype: The type in which programs reduce gradients: ``"float32"``, ``"bfloat16"`` or ``"float16"``; by
+            default the type of the parameter.
+        prefetch: How many gathers a program starts before the one whose result it needs next has arrived.
+        in_flight_mb: Mebibytes of whole parameters, and of gradients, that may be under way at once; ``None``: any.
         process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
         timeout: How long ranks wait for each other.
         start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or
@@ -229,11 +248,16 @@ class ThunderFSDPStrategy(_Distributed):
         state_dict_type: StateDictType = "full",
         report: bool = False,
         broadcast_buffers: bool = True,
+        bucket_size_mb: BucketSize = "block",
+        reduce_dtype: Optional[ReduceDtype] = None,
+        prefetch: int = 1,
+        in_flight_mb: Optional[float] = None,
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
     ) -> None:
         check_sharding(sharding)
+        communication = Communication(bucket_size_mb, reduce_dtype, prefetch, in_flight_mb)
         check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         config = compile_config(compile, highest="step")
@@ -244,8 +268,9 @@ class ThunderFSDPStrategy(_Distributed):
                     "weights back to the main process: choose 'auto' or True, or start_method='popen'."
                 )
             unshard_on_teardown = True
+        communication.check_compiled(config)
         options = StrategyOptions(executors, transforms, config, unshard_on_teardown, state_dict_type, report)
-        self._use(Engine(options, sharding, timeout))
+        self._use(Engine(options, sharding, timeout, communication))
         self._broadcast_buffers = broadcast_buffers
 
     @property
