@@ -16,7 +16,8 @@ from tests.transforms.test_bucketing import KIB, Model
 
 _WORDS = {
     "all_gather_into_tensor.default": "gather", "reduce_scatter_tensor.default": "scatter",
-    "wait_tensor.default": "wait", "aten.addmm.default": "compute", "aten.mm.default": "compute", "all_reduce.default": "reduce",
+    "wait_tensor.default": "wait", "aten.addmm.default": "compute", "aten.mm.default": "compute",
+    "all_reduce.default": "reduce",
 }  # fmt: skip
 
 
