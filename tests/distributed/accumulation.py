@@ -27,7 +27,7 @@ def _reductions(trainer: L.Trainer, kind: str) -> list[int]:
 def check_only_the_last_micro_batch_reduces() -> None:
     alone, other = fit_alone("smooth", batch_size=12), fit_case("ddp", "smooth", **ACCUMULATE)
     for kind in KINDS:
-        result = fit_case(thunder(kind), "smooth", **ACCUMULATE)
+        result = fit_case(thunder(kind, bucket_size_mb=0), "smooth", **ACCUMULATE)
         assert_equal_results(result, other, **EXACT)
         assert_equal_results(result, alone, losses=False, **EXACT)
         assert _reductions(result.trainer, kind) == [0, 4], kind  # four parameters
@@ -39,7 +39,7 @@ def check_the_last_batch_of_an_epoch_may_be_alone() -> None:
     options = {"accumulate_grad_batches": 3, "batch_size": 3, "gradient_clip_val": 0.2, "val_check_interval": 2}
     other = fit_case("ddp", "smooth", **options)
     for kind in KINDS:
-        result = fit_case(thunder(kind), "smooth", **options)
+        result = fit_case(thunder(kind, bucket_size_mb=0), "smooth", **options)
         assert_equal_results(result, other, **EXACT)
         assert _reductions(result.trainer, kind) == [0, 4, 4], kind  # accumulating, adding, alone
 
@@ -61,7 +61,7 @@ def check_hooks_see_averaged_gradients_of_each_micro_batch() -> None:
     alone = fit_alone("hooked", batch_size=4, epochs=1, accumulate=2)
     options = {"accumulate_grad_batches": 2, "batch_size": 2, "limit_val_batches": 0, "max_epochs": 1}
     for kind in KINDS:
-        result = fit_case(thunder(kind), "hooked", **options)
+        result = fit_case(thunder(kind, bucket_size_mb=0), "hooked", **options)
         assert_equal_results(result, alone, losses=False, **EXACT)
         assert _reductions(result.trainer, kind) == [2, 4], kind  # two of four parameters have hooks
 

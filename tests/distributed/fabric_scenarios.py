@@ -317,7 +317,7 @@ def check_a_gradient_that_is_not_finite_on_one_rank_is_an_error_on_all() -> None
 
 def check_frozen_parameters_get_no_gradient_communication() -> None:
     for kind in KINDS:
-        runner = fabric(kind)
+        runner = fabric(kind, bucket_size_mb=0)
         module = seeded(Net)
         module.first.requires_grad_(False)
         model = runner.setup(module)
@@ -355,7 +355,7 @@ def check_a_compiled_function_holds_model_loss_and_collectives() -> None:
     with float64():
         expected = train_alone()
         for kind in KINDS:
-            runner = fabric(kind, "64-true")
+            runner = fabric(kind, "64-true", bucket_size_mb=0)
             compiled = runner.strategy.compile_function(objective)
             assert_equal(train(runner, Net, loss_of=compiled), expected)
             step = lts.explain(compiled).to_dict()["steps"][objective.__qualname__]

@@ -15,9 +15,15 @@ import lightning_thunder_strategy as lts
 from lightning_thunder_strategy.distributed.sharding import gathering
 from tests.distributed.models import Base, Regression, make, vectors
 from tests.distributed.ranks import ROOT
-from tests.distributed.training import Result, fit, fit_case, thunder
+from tests.distributed.training import Result, fit, fit_case
+from tests.distributed.training import thunder as bucketed
 
 ONE_STEP: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 1, "limit_val_batches": 0}
+
+
+def thunder(kind: str) -> Any:
+    """A strategy with a collective for each parameter."""
+    return bucketed(kind, bucket_size_mb=0)
 
 
 def _counts(result: Result) -> dict[str, dict[str, int]]:

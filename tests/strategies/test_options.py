@@ -48,6 +48,14 @@ DISTRIBUTED_WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "timeout": ({"timeout": 30}, ("timeout", "30", "timedelta")),
     "process_group_backend": ({"process_group_backend": "smoke"}, ("process_group_backend", "'smoke'", "'gloo'")),
     "broadcast_buffers": ({"broadcast_buffers": "no"}, ("broadcast_buffers", "'no'", "True")),
+    "bucket_size_mb": ({"bucket_size_mb": "layer"}, ("bucket_size_mb", "'layer'", "'block'")),
+    "bucket_size_mb number": ({"bucket_size_mb": -1}, ("bucket_size_mb", "-1", "'block'")),
+    "reduce_dtype": ({"reduce_dtype": "bf16"}, ("reduce_dtype", "'bf16'", "'bfloat16'")),
+    "reduce_dtype alone": (
+        {"reduce_dtype": "float32", "compile": "off"},
+        ("reduce_dtype", "'float32'", "compile='off'"),
+    ),
+    "in_flight_mb": ({"in_flight_mb": "all"}, ("in_flight_mb", "'all'", "None")),
 }
 
 
@@ -61,10 +69,11 @@ def test_a_bad_value_of_a_distributed_option_is_an_error(strategy: Any, options:
 
 
 @pytest.mark.parametrize(
-    "option, value, allowed", [("sharding", "zero4", "'zero1', 'zero2'"), ("unshard_on_teardown", "no", "'auto'")]
+    "option, value, allowed",
+    [("sharding", "zero4", "'zero1', 'zero2'"), ("prefetch", -1, "0 or more"), ("unshard_on_teardown", "no", "'auto'")],
 )
-def test_a_bad_value_of_an_fsdp_option_is_an_error(option: str, value: str, allowed: str) -> None:
-    with pytest.raises(ValueError, match=rf"{option}='{value}'.*{allowed}"):
+def test_a_bad_value_of_an_fsdp_option_is_an_error(option: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ValueError, match=rf"{option}={value!r}.*{allowed}"):
         lts.ThunderFSDPStrategy(**{option: value})
 
 
