@@ -21,6 +21,9 @@ def scaled_linear(
     scaling: Scaling,
     native: bool,
     dtype: torch.dtype,
+    weight_values: Optional[Tensor] = None,
+    weight_scales: Optional[Tensor] = None,
+    weight_index: int = 0,
     **options: Any,
 ) -> Tensor:
     """``F.linear`` whose three products are computed in low precision. The bias is added outside of them.
@@ -33,6 +36,10 @@ def scaled_linear(
         scaling: What shares a scale, see :class:`~lightning_thunder_strategy.precision.recipe.Recipe`.
         native: By the device's own products, or emulated.
         dtype: Of the result, as autocast and the arguments would make it.
+        weight_values: The weight in its format, if it was cast before (``scaling="tensor"``): then ``weight`` only says
+            what the gradient belongs to.
+        weight_scales: The scales of several weights.
+        weight_index: Which of them is this weight's.
         options: More of the recipe's fields.
     """
     settings = _Settings(Recipe(*formats, scaling, **options), native, dtype)
@@ -41,7 +48,8 @@ def scaled_linear(
         if flat.shape[0] == 0:
             result = flat.to(dtype) @ weight.to(dtype).t()
         else:
-            result = _ScaledLinear.apply(flat, weight, settings)
+            scale = weight_scales[weight_index] if weight_scales is not None else None
+            result = _ScaledLinear.apply(flat, weight, settings, weight_values, scale)
         if bias is not None:
             result = result + bias.to(dtype)
     return result.reshape(*x.shape[:-1], weight.shape[0])
@@ -66,10 +74,15 @@ class _ScaledLinear(torch.autograd.Function):
     """``x @ weight.T`` for ``x`` of two dimensions."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, settings: _Settings) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, settings: _Settings, values: Optional[Tensor], scale: Optional[Tensor]
+    ) -> Tensor:
         recipe = settings.recipe
         a = settings.quantize(x, recipe.input, recipe.activations)
-        b = settings.quantize(weight, recipe.weight, recipe.weights)
+        if values is not None and scale is not None:
+            b = Quantized(values, scale, "tensor")
+        else:
+            b = settings.quantize(weight, recipe.weight, recipe.weights)
         ctx.settings = settings
         if recipe.scaling == "tensor":  # the transposed matrices are made of the same numbers
             ctx.save_for_backward(a.values, a.scale, b.values, b.scale)
@@ -79,7 +92,7 @@ class _ScaledLinear(torch.autograd.Function):
         return settings.multiply(a, b, x.shape[0], weight.shape[0], fast=True)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], Optional[Tensor], None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], ...]:
         way = _tensor_backward if ctx.settings.recipe.scaling == "tensor" else _other_backward
         with torch.autocast(gradient.device.type, enabled=False):
             of_x, of_weight = way(ctx, gradient)
@@ -87,6 +100,8 @@ class _ScaledLinear(torch.autograd.Function):
         return (
             None if of_x is None else of_x.to(types[0]),
             None if of_weight is None else of_weight.to(types[1]),
+            None,
+            None,
             None,
         )
 

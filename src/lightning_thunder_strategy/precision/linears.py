@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Optional, Union
 
@@ -13,6 +13,13 @@ from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.report import warn
 from lightning_thunder_strategy.compiler.trace import Decision, Trace
 from lightning_thunder_strategy.compiler.transform import Transform
+from lightning_thunder_strategy.precision.gathering import (
+    gathered_values,
+    insert_gathers,
+    settle_gathers,
+    shard_scales,
+    stored_shard,
+)
 from lightning_thunder_strategy.precision.linear import scaled_linear
 from lightning_thunder_strategy.precision.product import why_not_native
 from lightning_thunder_strategy.precision.recipe import Recipe, resolve_recipe
@@ -47,7 +54,8 @@ class LowPrecisionLinears(Transform):
 
     @property
     def functions(self) -> dict[str, str]:
-        return {f"{scaled_linear.__module__}.{scaled_linear.__qualname__}": "1"}
+        ours = (scaled_linear, gathered_values, shard_scales)
+        return {f"{function.__module__}.{function.__qualname__}": "1" for function in ours}
 
     def cache_key(self) -> Optional[str]:
         return (
@@ -57,10 +65,37 @@ class LowPrecisionLinears(Transform):
     def acquired(self, trace: Trace) -> None:
         assert trace.graph_module is not None
         for program in _programs(trace.graph_module):
-            for node in program.graph.find_nodes(op="call_function", target=_LINEAR):
-                trace.decisions.append(self._rewrite(trace, node))
+            linears = program.graph.find_nodes(op="call_function", target=_LINEAR)
+            decisions = [self._rewrite(trace, node) for node in linears]
+            gathered = self._gather(program, linears)
+            for node, decision in zip(linears, decisions):
+                if node in gathered:
+                    decision = replace(decision, choice=f"{decision.choice}, weight gathered as {self.recipe.weight}")
+                trace.decisions.append(decision)
             if program is not trace.graph_module:
                 program.recompile()
+
+    def joint(self, trace: Trace) -> None:
+        settle_gathers(trace.graph)
+
+    def partitioned(self, forward: Trace, backward: Optional[Trace]) -> None:
+        if backward is None:  # without gradients there was no joint program
+            settle_gathers(forward.graph)
+
+    def _gather(self, program: fx.GraphModule, linears: Sequence[fx.Node]) -> set[fx.Node]:
+        """Cast weights before they are gathered, where only rewritten linears use them. Returns the linears."""
+        if self.recipe.scaling != "tensor":
+            return set()
+        rewritten = [node for node in linears if node.target is scaled_linear]
+        uses: dict[fx.Node, list[fx.Node]] = {}
+        for node in rewritten:
+            uses.setdefault(node.args[1], []).append(node)
+        weights = [weight for weight, users in uses.items() if stored_shard(weight) and set(weight.users) <= set(users)]
+        given = insert_gathers(program, weights, self.recipe.weight, self.recipe.power_of_two_scales)
+        for weight, arguments in given.items():
+            for node in uses[weight]:
+                node.kwargs = {**node.kwargs, **arguments}
+        return {node for weight in given for node in uses[weight]}
 
     def _rewrite(self, trace: Trace, node: fx.Node) -> Decision:
         x, weight, bias = _arguments(node)

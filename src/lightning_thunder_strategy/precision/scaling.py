@@ -68,7 +68,7 @@ def quantize(
     if granularity in ("tensor", "row"):
         if amax is None:
             amax = x.abs().amax() if granularity == "tensor" else x.abs().amax(dim=1, keepdim=True)
-        scale = _scale(amax, form.largest, power_of_two_scales)
+        scale = largest_to_scale(amax, form.largest, power_of_two_scales)
         return Quantized(cast(x.to(torch.float32) * (1.0 / scale), form, noise), scale, granularity)
     rows, columns = BLOCKS[granularity]
     blocks = x.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))  # [rows/a, a, k/b, b]
@@ -78,7 +78,7 @@ def quantize(
     elif granularity in ("1x16", "16x16"):
         scale = _nv_scale(amax, form)
     else:
-        scale = _scale(amax, form.largest, power_of_two_scales)
+        scale = largest_to_scale(amax, form.largest, power_of_two_scales)
     inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
     scaled = (blocks.to(torch.float32) * inverse[:, None, :, None]).flatten(2, 3).flatten(0, 1)
     return Quantized(cast(scaled, form, noise), scale, granularity)
@@ -108,7 +108,8 @@ def pad_to(x: Tensor, rows: int, columns: int) -> Tensor:
     return F.pad(x, (0, right, 0, below)) if below or right else x
 
 
-def _scale(amax: Tensor, largest: float, power_of_two_scales: bool) -> Tensor:
+def largest_to_scale(amax: Tensor, largest: float, power_of_two_scales: bool = False) -> Tensor:
+    """Float32 scales for numbers up to ``amax`` in a format that holds numbers up to ``largest``."""
     amax = amax.to(torch.float32)
     scale = (amax / largest).clamp(min=_SMALLEST)
     if power_of_two_scales:
@@ -126,6 +127,6 @@ def _mx_scale(amax: Tensor, form: Format, up: bool) -> Tensor:
 def _nv_scale(amax: Tensor, form: Format) -> Tensor:
     """Both levels as one number: e4m3 for a block, float32 for the matrix (https://arxiv.org/abs/2509.25149)."""
     e4m3 = FORMATS["e4m3"]
-    whole = _scale(amax.amax(), form.largest * e4m3.largest, False)
+    whole = largest_to_scale(amax.amax(), form.largest * e4m3.largest)
     block = round_to(amax / form.largest * (1.0 / whole), e4m3)
     return block * whole

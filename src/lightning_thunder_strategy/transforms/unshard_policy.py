@@ -11,7 +11,9 @@ from lightning_thunder_strategy.compiler import _torch_compat
 from lightning_thunder_strategy.compiler.trace import Trace
 from lightning_thunder_strategy.compiler.transform import Transform
 
-_REGION = 10**6  # one number for all gathers, so that neighbouring checkpoint regions do not force them to be saved
+GATHER_REGION = (
+    10**6
+)  # one number for all gathers, so that neighbouring checkpoint regions do not force them to be saved
 
 
 @dataclass(frozen=True)
@@ -28,11 +30,11 @@ class GatherAgain(Transform):
             chain = parameter_gather(node)
             if chain is not None:
                 gathered.add(node)
-            elif _is_form_of(node, gathered):
+            elif is_form_of(node, gathered):
                 gathered.add(node)
                 chain = [node]
             for member in chain or ():
-                _torch_compat.mark_recompute(member, _REGION)
+                _torch_compat.mark_recompute(member, GATHER_REGION)
 
 
 def parameter_gather(node: fx.Node) -> Optional[list[fx.Node]]:
@@ -57,7 +59,7 @@ _FORMS = (
 )  # fmt: skip
 
 
-def _is_form_of(node: fx.Node, gathered: set[fx.Node]) -> bool:
+def is_form_of(node: fx.Node, gathered: set[fx.Node]) -> bool:
     """Whether ``node`` is another form of one gathered parameter: a cast, a view, a part."""
     if node.op != "call_function" or not any(used in gathered for used in node.all_input_nodes[:1]):
         return False
