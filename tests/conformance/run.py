@@ -87,7 +87,9 @@ class Runs:
             selected = self.output / f"{kind}.selected.json"
             selected.write_text(json.dumps(sorted(tests)))
             environment[plugin.SELECTED] = str(selected)
-        options = ["-q", "--color=no", f"--timeout={self.timeout}", "-p", "no:cacheprovider", "-p", "no:rerunfailures"]
+        # Without a level pytest collects all that torch writes down for its own tracing, which takes most of the time.
+        options = ["-q", "--color=no", "--log-level=WARNING", f"--timeout={self.timeout}"]
+        options += ["-p", "no:cacheprovider", "-p", "no:rerunfailures"]
         command = [sys.executable, "-m", "pytest", "-p", plugin.__name__, *options, *paths]
         with (self.output / f"{kind}.log").open("w") as log:
             subprocess.run(command, cwd=self.source / "tests", env=environment, stdout=log, stderr=log, check=False)

@@ -54,7 +54,7 @@ def operators(names: Optional[Sequence[str]] = None) -> list[Any]:
     return [op for op in common_methods_invocations.op_db if names is None or op.full_name in names or op.name in names]
 
 
-def check(op: Any, dtype: torch.dtype, executors: Sequence[str] = ("eager",)) -> Outcome:
+def check(op: Any, dtype: torch.dtype, executors: Sequence[Any] = ("eager",), samples: int = SAMPLES) -> Outcome:
     """Compare one operator with eager PyTorch on its first samples."""
     label = str(dtype).removeprefix("torch.")
     if dtype not in op.supported_dtypes("cpu"):
@@ -62,19 +62,19 @@ def check(op: Any, dtype: torch.dtype, executors: Sequence[str] = ("eager",)) ->
     backward = bool(op.supports_autograd and dtype in op.supported_backward_dtypes("cpu"))
     try:
         torch.manual_seed(0)
-        samples = list(op.sample_inputs("cpu", dtype, requires_grad=backward))[:SAMPLES]
+        first = list(op.sample_inputs("cpu", dtype, requires_grad=backward))[:samples]
     except Exception as error:
         return Outcome(op.full_name, label, "skipped", backward, f"no samples: {_line(error)}")
-    if not samples:
+    if not first:
         return Outcome(op.full_name, label, "skipped", backward, "no samples")
-    for sample in samples:
+    for sample in first:
         outcome = _check_sample(op, dtype, sample, backward, executors)
         if outcome is not None and outcome[0] != "equal":
             return Outcome(op.full_name, label, outcome[0], backward, outcome[1])
     return Outcome(op.full_name, label, "equal", backward)
 
 
-def _check_sample(op: Any, dtype: torch.dtype, sample: Any, backward: bool, executors: Sequence[str]) -> Any:
+def _check_sample(op: Any, dtype: torch.dtype, sample: Any, backward: bool, executors: Sequence[Any]) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         result = op(*args, **kwargs)
         process = sample.output_process_fn_grad if backward else None
@@ -150,6 +150,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32"])
     parser.add_argument("--ops", nargs="*", default=None, help="only these operators")
     parser.add_argument("--executors", nargs="+", default=["eager"])
+    parser.add_argument("--samples", type=int, default=SAMPLES, help="how many of an operator's samples")
     parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -158,7 +159,7 @@ def main() -> None:
     outcomes = []
     for dtype in args.dtypes:
         for op in operators(args.ops):
-            outcomes.append(check(op, getattr(torch, dtype), args.executors))
+            outcomes.append(check(op, getattr(torch, dtype), args.executors, args.samples))
             if outcomes[-1].result == "wrong":
                 print(outcomes[-1], flush=True)
     for dtype in args.dtypes:
