@@ -2,12 +2,17 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from lightning.fabric.plugins.io import CheckpointIO
+from lightning.pytorch.strategies import Strategy
 
 from lightning_thunder_strategy import fabric as thunder
 from tests.strategies.fabric_helpers import Net, fabric
+from tests.strategies.modules import Linear
+from tests.strategies.training import classification_data, make_trainer
+from tests.strategies.training import thunder as thunder_trainer
 
 
 class InMemory(CheckpointIO):
@@ -36,3 +41,10 @@ def test_fabric_hands_a_users_storage_what_it_names(tmp_path) -> None:
     state = {"model": model, "optimizer": optimizer, "anything": {"a": 1}, "step": 1}
     run.save(tmp_path / "x", state, filter={key: lambda k, v: False for key in state})
     assert storage.files == {tmp_path / "x": ({"step": 1}, None)}
+
+
+def test_the_backward_that_the_trainer_calls_can_be_watched() -> None:
+    trainer = make_trainer(thunder_trainer(), max_epochs=1)
+    with mock.patch.object(Strategy, "backward", wraps=trainer.strategy.backward) as watched:
+        trainer.fit(Linear(), classification_data())
+    assert watched.call_count == 3

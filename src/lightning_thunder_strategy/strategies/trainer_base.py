@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import Precision, TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -130,6 +130,8 @@ class CompiledStepsStrategy(Strategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         self._engine.failed = True
+        if isinstance(exception, RuntimeError) and "double backward" in str(exception):
+            exception.args = (f"{_DIFFERENTIATED_TWICE} ({exception})",)
 
     @override
     def teardown(self) -> None:
@@ -185,19 +187,6 @@ class CompiledStepsStrategy(Strategy):
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
             return self._call_step("predict_step", args, kwargs)
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Optional[Optimizer], *args: Any, **kwargs: Any) -> Tensor:
-        try:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        except RuntimeError as error:
-            if "double backward" not in str(error):
-                raise
-            raise RuntimeError(
-                "A part of the step was compiled, and `torch.autograd.grad(..., create_graph=True)` was applied to it "
-                "outside: it cannot be differentiated twice. Compute it and its gradient without anything in between "
-                "that cuts the program, or set compile='off'."
-            ) from error
 
     def _call_step(self, name: str, args: tuple, kwargs: dict) -> Any:
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
@@ -366,6 +355,11 @@ class CompiledStepsStrategy(Strategy):
 
 
 _MOST_OPTIMIZERS = 100
+_DIFFERENTIATED_TWICE = (
+    "A part of the step was compiled, and `torch.autograd.grad(..., create_graph=True)` was applied to it outside: it "
+    "cannot be differentiated twice. Compute it and its gradient without anything in between that cuts the program, or "
+    "set compile='off'."
+)
 
 
 def _refuse_weight_averaging(callbacks: Sequence[Any]) -> None:
