@@ -120,3 +120,13 @@ def check_last_batch_shorter_and_of_one_row() -> None:
         other = fit("ddp", make("smooth")[0], vectors(count), batch_size)
         result = fit(thunder("zero3"), make("smooth")[0], vectors(count), batch_size)
         assert_equal_results(result, other, **EXACT)
+
+
+def check_deterministic_training_is_bit_equal() -> None:
+    exact = {"rtol": 0, "atol": 0}
+    for kind in ("ddp", "zero3"):
+        try:
+            runs = [fit_case(thunder(kind), "mlp", deterministic=True, max_epochs=1) for _ in range(2)]
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert_equal_results(*runs, **exact)

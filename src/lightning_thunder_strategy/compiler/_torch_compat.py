@@ -389,7 +389,7 @@ def inductor_backend(
     """Inductor's whole pipeline (its decompositions, joint passes and caches) with our partitioner and dispatch."""
     from torch._inductor.compile_fx import compile_fx
 
-    patches = {**config_patches, "custom_partitioner_fn": _Partitioner(partitioner, cache_key)}
+    patches = {**config_patches, **_deterministic(), "custom_partitioner_fn": _Partitioner(partitioner, cache_key)}
     if cacheable:
         known = torch._inductor.config.unsafe_marked_cacheable_functions
         patches["unsafe_marked_cacheable_functions"] = {**known, **cacheable}
@@ -412,12 +412,16 @@ def inductor_compile_region(gm: fx.GraphModule, example_inputs: Sequence[Any]) -
     """Inductor on a part of an ATen program, as a function of one list. Without CUDA graphs."""
     from torch._guards import TracingContext, detect_fake_mode, tracing
 
-    with tracing(TracingContext(detect_fake_mode(example_inputs))), _without_cudagraphs():
+    patches = {"triton.cudagraphs": False, **_deterministic()}
+    with tracing(TracingContext(detect_fake_mode(example_inputs))), torch._inductor.config.patch(patches):
         return inductor_compile(gm, example_inputs)
 
 
-def _without_cudagraphs() -> contextlib.AbstractContextManager:
-    return torch._inductor.config.patch({"triton.cudagraphs": False})
+def _deterministic() -> dict[str, bool]:
+    """Inductor's option for kernels that are the same in every run, where deterministic algorithms are asked for: it
+    does not choose them by timing. In torch 2.10 to 2.13; on CPU nothing is timed."""
+    wanted = torch.are_deterministic_algorithms_enabled() and hasattr(torch._inductor.config, "deterministic")
+    return {"deterministic": True} if wanted else {}
 
 
 def size_hint(size: Any) -> int:
@@ -450,6 +454,12 @@ def compile_cache_dir() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
+
+
+def default_compile_cache_dir() -> str:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return default_cache_dir()
 
 
 def outside_fake_mode() -> contextlib.AbstractContextManager:

@@ -40,7 +40,10 @@ def pipeline_key(parts: Sequence[Optional[str]]) -> Optional[str]:
 def program_key(trace: Trace, inputs: Sequence[Any], pipeline: str) -> str:
     """The key of one acquired program under one pipeline."""
     described = [f"{item}" for item in trace.inputs]
-    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), len(inputs))
+    modes = (
+        *(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()),
+        *(torch.get_default_dtype(), len(inputs)),
+    )
     text = "\n".join([pipeline, trace.python().split("\n", 1)[1], *described, str(modes)])
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -49,6 +52,7 @@ def load(key: str) -> Optional[dict[str, Any]]:
     """What was stored under ``key``, or ``None``. A file that cannot be read is ignored with a notice."""
     path = _folder() / f"{key}.json"
     try:
+        _refuse_strangers(path)
         data = json.loads(path.read_text())
         Program().restore(data)
         return data
@@ -75,9 +79,41 @@ def store(key: str, program: Program) -> None:
         warn(f"The traces of a compiled program could not be stored beside the compile cache: {error}")
 
 
+def check_folder() -> None:
+    """Make sure that only this user can put programs into Torch's compile cache, from where they are loaded and run.
+
+    Raises:
+        PermissionError: If others can, with what to do.
+    """
+    folder = Path(_torch_compat.compile_cache_dir())
+    default = folder == Path(_torch_compat.default_compile_cache_dir())
+    if default and os.name == "posix" and folder.stat().st_uid == os.getuid():
+        folder.chmod(folder.stat().st_mode & ~_WRITABLE_BY_OTHERS)  # torch makes it as the umask says
+    _refuse_strangers(folder)
+
+
+_WRITABLE_BY_OTHERS = 0o022  # group and others
+
+
+def _refuse_strangers(path: Path) -> None:
+    """Raise ``PermissionError`` if ``path`` belongs to another user, or others can write to it."""
+    if os.name != "posix":
+        return
+    status = path.stat()
+    if status.st_uid not in (os.getuid(), 0):
+        why, cure = "belongs to another user", ""
+    elif status.st_mode & _WRITABLE_BY_OTHERS:
+        why, cure = "can be written by other users", f"make it yours alone (chmod go-w {path}), or "
+    else:
+        return
+    raise PermissionError(
+        f"The compile cache {path} {why}, and programs in it would run as yours: {cure}set TORCHINDUCTOR_CACHE_DIR to "
+        "a folder of your own."
+    )
+
+
 def _folder() -> Path:
     folder = Path(_torch_compat.compile_cache_dir()) / "lightning_thunder_strategy"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if hasattr(os, "getuid") and folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"The compile cache folder {folder} belongs to another user.")
+    _refuse_strangers(folder)
     return folder

@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from lightning_thunder_strategy.compiler.trace import Trace
-from lightning_thunder_strategy.executors.base import Claim, Executor, OperatorExecutor
+from lightning_thunder_strategy.executors.base import Claim, Executor, OperatorExecutor, declined_as_nondeterministic
 
 _MARK = "lts_executor"  # in the node metadata that AOTAutograd hands on
 
@@ -26,7 +26,7 @@ def claim_operators(trace: Trace, executors: Sequence[Executor], claims: list[Cl
         for executor in candidates:
             if not executor.considers(node):
                 continue
-            function = executor.replacement(node)
+            function = declined_as_nondeterministic(executor, node) or executor.replacement(node)
             name = operation_name(node)
             if isinstance(function, str):
                 claims.append(Claim(name, executor.name, False, function))

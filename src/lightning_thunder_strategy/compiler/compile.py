@@ -13,7 +13,7 @@ from typing import Any, Optional, TypeVar, Union
 import torch
 from torch import fx, nn
 
-from lightning_thunder_strategy.compiler import _torch_compat, events
+from lightning_thunder_strategy.compiler import _torch_compat, cache, events
 from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.pipeline import Agreement, Pipeline, Refusal
 from lightning_thunder_strategy.compiler.report import Record, recording
@@ -175,6 +175,8 @@ def make_pipeline(
             raise ValueError(f"transforms={list(transforms)!r} is not allowed: {transform!r} is not a Transform.")
     resolved = resolve(executors)
     fusers = [executor.name for executor in resolved if isinstance(executor, FusionExecutor)]
+    if "inductor" in fusers:
+        cache.check_folder()
     if config.cudagraphs and fusers != ["inductor"]:
         names = [executor.name for executor in resolved]
         raise ValueError(

@@ -25,7 +25,7 @@ from lightning_thunder_strategy.compiler.surgery import (
     region_outputs,
 )
 from lightning_thunder_strategy.compiler.trace import Trace
-from lightning_thunder_strategy.executors.base import Claim, Executor, FusionExecutor
+from lightning_thunder_strategy.executors.base import Claim, Executor, FusionExecutor, declined_as_nondeterministic
 
 _EAGER = "eager"
 
@@ -131,7 +131,7 @@ class _Dispatch:
     def _choose(self, part: _Part) -> None:
         while part.executor < len(self._fusers):
             executor = self._fusers[part.executor]
-            reason = executor.supports(part.operation)
+            reason = executor.supports(part.operation) or declined_as_nondeterministic(executor, part.operation)
             if reason is None:
                 return
             self._program.claims.append(Claim(operation_name(part.operation), executor.name, False, reason))

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_thunder_strategy.distributed.schemes import place_like, whole
+from lightning_thunder_strategy.distributed.trusted import PlainValues, TrustingNobody, clear_errors
 
 # ------------------------------------------------------------------------------------------------------- full states
 
@@ -185,12 +186,14 @@ def load_sharded(
         likes: For each stored model, tensors by name: stored tensors of the same name and shape, and the states that
             optimizers keep for them, are read in the same distribution.
         optimizers: Keys under which optimizer states are stored.
-        weights_only: How ``meta.pt`` is read, see ``torch.load``.
+        weights_only: ``False`` reads anything, also what can run as code; otherwise only tensors and plain values.
 
     Returns:
         The states as they were stored, and the content of ``meta.pt``.
     """
-    reader = dcp.FileSystemReader(folder)
+    trusting = weights_only is False
+    reader = dcp.FileSystemReader(folder) if trusting else TrustingNobody(folder)
+    planner = dcp.DefaultLoadPlanner() if trusting else PlainValues(folder)
     stored = reader.read_metadata()
     by_name = {f"{key}.{name}": value for key, like in likes.items() for name, value in like.items()}
     by_name.update({name: value for like in likes.values() for name, value in like.items()})
@@ -205,8 +208,8 @@ def load_sharded(
             like = by_name.get(path[2])
         flat[key] = _empty(description, like)
     state = _nest(flat, stored.planner_data or {})
-    with _alone_or_together() as no_dist:
-        dcp.load(state, storage_reader=reader, no_dist=no_dist)
+    with _alone_or_together() as no_dist, clear_errors():
+        dcp.load(state, storage_reader=reader, planner=planner, no_dist=no_dist)
     metadata = torch.load(folder / METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
     return state, metadata
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Optional
 
+import torch
 from torch import fx
 
 from lightning_thunder_strategy.compiler.keys import object_key
@@ -35,9 +36,22 @@ class Executor:
         """Why this executor cannot run on this machine, with what to install, or ``None`` if it can."""
         return None
 
+    def nondeterministic(self, node: fx.Node) -> Optional[str]:
+        """Why this executor's result for ``node`` may differ from run to run, or ``None`` if it does not.
+
+        Under ``torch.use_deterministic_algorithms`` (``Trainer(deterministic=True)``) such operations are declined.
+        """
+        return None
+
     def cache_key(self) -> Optional[str]:
         """What must be equal for a program cached by another process to be reused, or ``None`` to disable caching."""
         return object_key(self, Executor)
+
+
+def declined_as_nondeterministic(executor: Executor, node: fx.Node) -> Optional[str]:
+    """The reason why ``executor`` must not run ``node``, if results are to be the same in every run and would not."""
+    reason = executor.nondeterministic(node) if torch.are_deterministic_algorithms_enabled() else None
+    return None if reason is None else f"it is not deterministic: {reason}"
 
 
 class OperatorExecutor(Executor):

@@ -104,4 +104,5 @@ def read_file(path: Any, weights_only: Optional[bool]) -> dict[str, Any]:
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-    return load_anywhere(path, map_location="cpu", weights_only=weights_only)
+    trusted = weights_only is False  # Lightning's default trusts what comes from the network
+    return load_anywhere(path, map_location="cpu", weights_only=not trusted)
