@@ -419,7 +419,7 @@ def inductor_compile_region(gm: fx.GraphModule, example_inputs: Sequence[Any]) -
 
 def _deterministic() -> dict[str, bool]:
     """Inductor's option for kernels that are the same in every run, where deterministic algorithms are asked for: it
-    does not choose them by timing. In torch 2.10 to 2.13; on CPU nothing is timed."""
+    does not choose them by timing. Torch 2.13 sets it with ``use_deterministic_algorithms``; earlier ones may not."""
     wanted = torch.are_deterministic_algorithms_enabled() and hasattr(torch._inductor.config, "deterministic")
     return {"deterministic": True} if wanted else {}
 
