@@ -17,7 +17,7 @@ def test_the_command_line_works_with_the_newest_jsonargparse_too(tmp_path: Path)
     if installed.returncode != 0:
         pytest.skip(f"jsonargparse {VERSION} cannot be installed here: {installed.stderr.strip().splitlines()[-1]}")
     root = Path(__file__).parent.parent.parent
-    env = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{root}"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")])}
     version = [sys.executable, "-c", "import jsonargparse; print(jsonargparse.__version__)"]
     assert subprocess.run(version, env=env, capture_output=True, text=True).stdout.strip() == VERSION
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(root / "tests/cli/test_cli.py")]

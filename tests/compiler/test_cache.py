@@ -22,7 +22,8 @@ def processes(tmp_path_factory):
     """What two processes printed that ran one after the other with one cache, and the cache's folder."""
     folder = tmp_path_factory.mktemp("cache")
     root = str(Path(__file__).parent.parent.parent)
-    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": root, "PYTHONHASHSEED": "random"}
+    paths = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": paths, "PYTHONHASHSEED": "random"}
     found = []
     for _ in range(2):
         ended = subprocess.run([sys.executable, str(SCRIPT)], env=env, capture_output=True, text=True, timeout=280)

@@ -1,5 +1,6 @@
 """Checks of the programs that sharded and replicated training compiles."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -209,7 +210,8 @@ def check_a_saved_sharded_program_is_a_script_for_torchrun() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         path = forward.save(Path(folder) / "forward.py")
-        environment = {"PATH": str(Path(sys.executable).parent), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        paths = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+        environment = {"PATH": str(Path(sys.executable).parent), "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(path)]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, cwd=folder)
         assert ran.returncode == 0, ran.stderr[-3000:]

@@ -277,7 +277,10 @@ for kind in sys.argv[2:]:
 
 
 def test_a_process_killed_while_writing_leaves_the_previous_checkpoint(tmp_path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent.parent)}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    }
     command = [sys.executable, "-c", KILLED, str(tmp_path), *KINDS]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr

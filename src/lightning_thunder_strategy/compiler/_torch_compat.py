@@ -50,19 +50,29 @@ def unsupported_stack(error: BaseException) -> list[tuple[str, int]]:
     return [(frame.filename, frame.lineno or 0) for frame in getattr(error, "real_stack", None) or ()]
 
 
-def on_compile(start: Callable[[str], None], end: Callable[[str], None]) -> None:
-    """Call ``start`` and ``end`` with the compile id around each frame that Dynamo compiles."""
-    from torch._dynamo.callback import CallbackTrigger, on_compile_end, on_compile_start
+class CompileListeners:
+    """Calls ``start`` and ``end`` with the compile id around each frame that Dynamo compiles."""
 
-    def only_dynamo(function: Callable[[str], None]) -> Callable[[Any], None]:
+    def __init__(self, start: Callable[[str], None], end: Callable[[str], None]) -> None:
+        self._start, self._end = self._of_dynamo(start), self._of_dynamo(end)
+
+    def attach(self) -> None:
+        """Listen from now on. Called before each call of a program: ``torch.compiler.reset`` detaches all listeners."""
+        from torch._dynamo.callback import callback_handler
+
+        if self._start not in callback_handler.start_callbacks:
+            callback_handler.register_start_callback(self._start)
+            callback_handler.register_end_callback(self._end)
+
+    @staticmethod
+    def _of_dynamo(function: Callable[[str], None]) -> Callable[[Any], None]:
+        from torch._dynamo.callback import CallbackTrigger
+
         def call(args: Any) -> None:
             if args.callback_trigger == CallbackTrigger.DYNAMO:
                 function(args.compile_id)
 
         return call
-
-    on_compile_start(only_dynamo(start))
-    on_compile_end(only_dynamo(end))
 
 
 def recompile_reasons() -> dict[str, str]:
@@ -101,6 +111,8 @@ def compile_settings(sources: Sequence[str]) -> contextlib.AbstractContextManage
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(OptimizerVariable, "_set_capturable", lambda self, tx: None))
     settings = {"allow_unspec_int_on_nn_module": True, "skip_nnmodule_hook_guards": False, "allow_rnn": False}
+    if TORCH_VERSION < (2, 12):  # it would miss that a parameter was frozen or unfrozen
+        settings["skip_tensor_guards_with_matching_dict_tags"] = False
     if hasattr(torch._dynamo.config, "trace_autograd_ops"):
         settings["trace_autograd_ops"] = True
         stack.enter_context(_backward_not_traced())

@@ -284,10 +284,11 @@ def compiled_view(module: nn.Module, entry: Callable, records: Callable[[], list
     Pickle and deepcopy of the view give the plain module. A ``torch.compile`` around it does not read into ``entry``.
     """
     original = type(module)
+    plain_call = original.__call__  # Dynamo of torch 2.11 cannot look this up on a class
     run = torch.compiler.disable(entry)
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return original.__call__(self, *args, **kwargs) if _INLINE.on else run(*args, **kwargs)
+        return plain_call(self, *args, **kwargs) if _INLINE.on else run(*args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         return module.__reduce_ex__(1)  # newer protocols refuse an object whose class is not the one they write

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler._torch_dtensor import written_out
 from lightning_thunder_strategy.compiler.expressions import Expressions, identifier
 
 _DTYPES = {
@@ -180,11 +181,15 @@ class _Emitter:
     def _expression(self, node: fx.Node, gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> str:
         if node.op == "get_attr":
             return self._attribute(gm, str(node.target))
-        args = [self.expressions.argument(arg, names) for arg in node.args]
-        kwargs = [f"{key}={self.expressions.argument(value, names)}" for key, value in node.kwargs.items()]
+        hidden = written_out(node)
+        owner, method, values, keywords = hidden or (None, str(node.target), node.args, node.kwargs)
+        args = [self.expressions.argument(arg, names) for arg in values]
+        kwargs = [f"{key}={self.expressions.argument(value, names)}" for key, value in keywords.items()]
         arguments = ", ".join([*args, *kwargs])
-        if node.op == "call_method":
-            return f"{_parenthesised(args[0])}.{node.target}({', '.join([*args[1:], *kwargs])})"
+        if owner is not None:
+            return f"{self.expressions.argument(owner, names)}.{method}({arguments})"
+        if node.op == "call_method" or hidden is not None:
+            return f"{_parenthesised(args[0])}.{method}({', '.join([*args[1:], *kwargs])})"
         if node.op == "call_module":
             return f"{self._attribute(gm, str(node.target))}({arguments})"
         if node.target is operator.getitem:

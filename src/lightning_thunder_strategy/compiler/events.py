@@ -36,12 +36,11 @@ _installed = False
 
 
 def install() -> None:
-    """Attach the listeners, once a process."""
+    """Read what Dynamo writes into its logs, once a process."""
     global _installed
     if _installed:
         return
     _installed = True
-    _torch_compat.on_compile(_start, _end)
     handler = _BreakHandler()
     for logger in _torch_compat.artifact_loggers():
         if not logger.isEnabledFor(logging.DEBUG):
@@ -79,6 +78,9 @@ def _end(compile_id: str) -> None:
     if _while_compiling is not None:
         _while_compiling.close()
         _while_compiling = None
+
+
+_LISTENERS = _torch_compat.CompileListeners(_start, _end)
 
 
 class _BreakHandler(logging.Handler):
@@ -205,6 +207,7 @@ def first_line(error: BaseException) -> str:
 
 def call_within(record: Record, sources: Sequence[str], function: Callable[[], Any]) -> Any:
     """Call ``function`` with host integers named by ``sources`` symbolic, and collect what was recompiled."""
+    _LISTENERS.attach()
     token = HOST_SOURCES.set(sources)
     try:
         return function()

@@ -10,6 +10,7 @@ from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_thunder_strategy.compiler import _torch_compat, cache, events
+from lightning_thunder_strategy.compiler._torch_dtensor import merge_equal_functions
 from lightning_thunder_strategy.compiler.claims import claim_operators
 from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.differentiate import Differentiation, run_pass
@@ -98,6 +99,7 @@ class Pipeline:
         entered = time.perf_counter()
         if self.config.cudagraphs and not any(isinstance(x, torch.Tensor) and x.is_cuda for x in example_inputs):
             raise ValueError("cudagraphs=True needs CUDA tensors, and this program has none: set cudagraphs=False.")
+        merge_equal_functions(gm)
         if self.prepare is not None:
             self.prepare(gm)
         record = active_record() or Record("function")

@@ -10,6 +10,7 @@ from torch import fx
 from torch.distributed.tensor import DTensor
 
 from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler._torch_dtensor import dtensor_call
 from lightning_thunder_strategy.compiler.collectives import fingerprint
 from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.events import first_line
@@ -245,12 +246,13 @@ def _minority(values: Sequence[str]) -> list[int]:
     return [rank for rank, value in enumerate(values) if value != common]
 
 
-_USES = ("redistribute", "from_local", "prim_redistribute", "prim_from_local", "gather_unreduced")
-
-
 def _is_use(node: fx.Node) -> bool:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name in _USES and bool(node.all_input_nodes) and node.all_input_nodes[0].op == "placeholder"
+    used = node.all_input_nodes
+    uses = (
+        dtensor_call(node) in ("redistribute", "from_local")
+        or getattr(node.target, "__name__", "") == "gather_unreduced"
+    )
+    return uses and bool(used) and used[0].op == "placeholder"
 
 
 def _communicates(graph: fx.GraphModule) -> bool:

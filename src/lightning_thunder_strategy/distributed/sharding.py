@@ -174,11 +174,13 @@ def restore_parameters(root: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 
 
 def _parallel_class(original: type, names: tuple[str, ...], scheme: Scheme, accumulation: Accumulation) -> type:
+    plain_call = original.__call__  # Dynamo of torch 2.11 cannot look this up on a class
+
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _GATHERING.on:
-            return original.__call__(self, *args, **kwargs)
+            return plain_call(self, *args, **kwargs)
         with gathering():
-            return original.__call__(self, *args, **kwargs)
+            return plain_call(self, *args, **kwargs)
 
     def named_parameters(
         self: nn.Module, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True

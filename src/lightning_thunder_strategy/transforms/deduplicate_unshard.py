@@ -5,10 +5,11 @@ from typing import Any
 
 from torch import fx
 
+from lightning_thunder_strategy.compiler._torch_dtensor import dtensor_call
 from lightning_thunder_strategy.compiler.trace import Trace
 from lightning_thunder_strategy.compiler.transform import Transform
 
-_CHAIN_METHODS = ("redistribute", "to_local")
+_ACCUMULATING = ("gather_unreduced", "adding_gradient")
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class DeduplicateUnshard(Transform):
     def acquired(self, trace: Trace) -> None:
         seen: dict[Any, fx.Node] = {}
         for node in list(trace.graph.nodes):
-            if not _is_chain(node):
+            if dtensor_call(node) is None and getattr(node.target, "__name__", "") not in _ACCUMULATING:
                 continue
             key = (node.target, node.args, tuple(sorted((name, repr(value)) for name, value in node.kwargs.items())))
             if key in seen:
@@ -30,11 +31,3 @@ class DeduplicateUnshard(Transform):
                 trace.graph.erase_node(node)
             else:
                 seen[key] = node
-
-
-def _is_chain(node: fx.Node) -> bool:
-    if node.op == "call_method" and node.target in _CHAIN_METHODS:
-        return True
-    return node.op == "call_function" and getattr(node.target, "__name__", "") in (
-        "from_local", "prim_from_local", "prim_redistribute", "prim_to_local", "gather_unreduced", "adding_gradient",
-    )  # fmt: skip

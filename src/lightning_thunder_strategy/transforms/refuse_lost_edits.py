@@ -6,6 +6,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import DTensor
 
+from lightning_thunder_strategy.compiler._torch_dtensor import dtensor_call
 from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.trace import Trace
 from lightning_thunder_strategy.compiler.transform import ProgramRefusedError, Transform
@@ -36,7 +37,7 @@ class RefuseLostEdits(Transform):
             used = [argument for argument in node.all_input_nodes if argument in copies]
             if used and _name(node).startswith("_foreach_") and _name(node).endswith("_"):
                 raise LostEditError(_source(node))
-            gathers = (node.op == "call_method" and node.target == "to_local") or _name(node) == "gather_unreduced"
+            gathers = dtensor_call(node) == "to_local" or _name(node) == "gather_unreduced"
             if gathers or (used and _name(node) in _ALIASES):
                 copies.add(node)
         for node in copies:
