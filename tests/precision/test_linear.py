@@ -96,6 +96,27 @@ def test_what_is_native_is_found_by_trying(monkeypatch: pytest.MonkeyPatch) -> N
     try_products.cache_clear()
 
 
+@pytest.mark.parametrize("tokens, features, out", [(1, 256, 128), (100, 272, 416), (16, 4096, 512)])
+@pytest.mark.parametrize("name", ["fp8", "fp8-rowwise", "fp8-block"])
+def test_native_products_have_the_layouts_that_gpus_need(
+    name: str, tokens: int, features: int, out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the meta device torch checks sizes and strides as CUDA does."""
+    monkeypatch.setattr(product, "block_product", product.multiply_blocks)
+    recipe = RECIPES[name]
+    with torch.no_grad():
+        x, w, g = (torch.empty(size, device="meta") for size in ((tokens, features), (out, features), (tokens, out)))
+        products = (
+            (x, recipe.activations, w, recipe.weights),
+            (g, recipe.activations, w.t().contiguous(), recipe.weights),
+            (g.t().contiguous(), recipe.activations, x.t().contiguous(), recipe.activations),
+        )
+        for a, kind_a, b, kind_b in products:
+            sides = quantize(a, "e4m3", kind_a), quantize(b, "e4m3", kind_b)
+            found = multiply(*sides, torch.bfloat16, native=True)
+            assert found.shape == (sides[0].values.shape[0], sides[1].values.shape[0])
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_error_is_what_the_format_gives(name: str) -> None:
     """Against the exact linear: a wrong scale or a transposed operand would be far off."""

@@ -50,19 +50,42 @@ def _whole_scales(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) ->
 
 
 def _block_scales(a: Quantized, b: Quantized, dtype: torch.dtype, fast: bool) -> Tensor:
-    """Blocks of 128 along the sum. Scales lie in memory with the rows (or, of 128 x 128 blocks, the blocks of the sum,
-    padded to four) next to each other."""
-    kinds = {"1x128": F.ScalingType.BlockWise1x128, "128x128": F.ScalingType.BlockWise128x128}
+    """Blocks of 128 along the sum."""
     second = _pad8(b.values, _MULTIPLE, 1)
-    scale_b = F.pad(b.scale, (0, 0, 0, second.shape[0] - b.values.shape[0]), value=1.0)
     if b.granularity == "128x128":
         scale_b = pad_to(b.scale, 1, 4).contiguous()
     else:
-        scale_b = scale_b.t().contiguous()
-    return F.scaled_mm(
-        a.values, second.t(), a.scale.t().contiguous().t(), kinds[a.granularity], scale_b.t(), kinds[b.granularity],
-        output_dtype=dtype, use_fast_accum=fast,
-    )  # fmt: skip
+        scale_b = F.pad(b.scale, (0, 0, 0, second.shape[0] - b.values.shape[0]), value=1.0).t().contiguous()
+    return block_product(a.values, second, a.scale.t().contiguous(), scale_b, b.granularity == "128x128", dtype, fast)
+
+
+def multiply_blocks(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, square: bool, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """``torch.nn.functional.scaled_mm`` for ``a`` in blocks of 128, and ``b`` too or in squares.
+
+    Args:
+        a: ``[m, k]``.
+        b: ``[n, k]``.
+        scale_a: ``[k/128, m]``: in memory the rows lie next to each other.
+        scale_b: ``[k/128, n]``, or for squares ``[n/128, k/128 up to a multiple of four]``.
+        square: Whether ``b`` has one scale for 128 x 128.
+        dtype: Of the result.
+        fast: See :func:`multiply`.
+    """
+    line, block = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    scale_a, scale_b = (scale.as_strided(scale.shape[::-1], (1, scale.shape[1])) for scale in (scale_a, scale_b))
+    kind_b = block if square else line
+    return F.scaled_mm(a, b.t(), scale_a, line, scale_b, kind_b, output_dtype=dtype, use_fast_accum=fast)
+
+
+# An operator of its own: Inductor would otherwise choose the layout of its arguments (torch 2.10 to 2.12).
+block_product = torch.library.custom_op("lightning_thunder_strategy::block_product", multiply_blocks, mutates_args=())
+
+
+@block_product.register_fake
+def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, square: bool, dtype: torch.dtype, fast: bool) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
 
 
 def _pad8(values: Tensor, rows: int, columns: int) -> Tensor:

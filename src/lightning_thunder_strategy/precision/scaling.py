@@ -6,7 +6,7 @@ the largest number of the format, a scale is ``amax / largest`` over the numbers
 """
 
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -46,7 +46,6 @@ def quantize(
     power_of_two_scales: bool = False,
     scale_up: bool = False,
     random: bool = False,
-    amax: Optional[Tensor] = None,
 ) -> Quantized:
     """A matrix in low precision, with scales from its own largest magnitudes.
 
@@ -60,14 +59,14 @@ def quantize(
         scale_up: For ``1x32``: round the scale up, so that nothing saturates
             (https://arxiv.org/abs/2506.08027), instead of down, as the MX specification does.
         random: Round values at random, so that their mean is right (stochastic rounding).
-        amax: For ``tensor``: the largest magnitude, if it is known.
     """
     form = FORMATS[format_name]
     x = _padded(x, granularity)
     noise = torch.rand(x.shape, device=x.device, dtype=torch.float32) if random else None
     if granularity in ("tensor", "row"):
-        if amax is None:
-            amax = x.abs().amax() if granularity == "tensor" else x.abs().amax(dim=1, keepdim=True)
+        amax = x.abs().amax(dim=1, keepdim=True)
+        if granularity == "tensor":  # after rows, because a reduction over rows fuses with what makes them
+            amax = amax.amax()
         scale = largest_to_scale(amax, form.largest, power_of_two_scales)
         return Quantized(cast(x.to(torch.float32) * (1.0 / scale), form, noise), scale, granularity)
     rows, columns = BLOCKS[granularity]
