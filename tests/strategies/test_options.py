@@ -70,7 +70,12 @@ def test_a_bad_value_of_a_distributed_option_is_an_error(strategy: Any, options:
 
 @pytest.mark.parametrize(
     "option, value, allowed",
-    [("sharding", "zero4", "'zero1', 'zero2'"), ("prefetch", -1, "0 or more"), ("unshard_on_teardown", "no", "'auto'")],
+    [
+        ("sharding", "zero4", "'zero1', 'zero2'"),
+        ("prefetch", -1, "0 or more"),
+        ("replicas", 0, "divisor"),
+        ("unshard_on_teardown", "no", "'auto'"),
+    ],
 )
 def test_a_bad_value_of_an_fsdp_option_is_an_error(option: str, value: Any, allowed: str) -> None:
     with pytest.raises(ValueError, match=rf"{option}={value!r}.*{allowed}"):

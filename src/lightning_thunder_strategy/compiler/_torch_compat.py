@@ -530,3 +530,15 @@ def default_store() -> torch.distributed.Store:
 
 def group_name(group: torch.distributed.ProcessGroup) -> str:
     return group.group_name
+
+
+def group_text(name: str) -> str:
+    """The members of a group, counted from its first: the same on all ranks for the groups of one mesh dimension."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    try:
+        ranks = sorted(torch.distributed.get_process_group_ranks(_resolve_process_group(name)))  # type: ignore[arg-type]
+    except (RuntimeError, ValueError, KeyError):
+        return name
+    steps = {b - a for a, b in zip(ranks, ranks[1:])}
+    return f"{len(ranks)}x{steps.pop()}" if len(steps) == 1 else ",".join(str(rank - ranks[0]) for rank in ranks)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lightning_thunder_strategy.compiler import _torch_compat
 from lightning_thunder_strategy.compiler.emit import node_value
 
 _GATHERING = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
@@ -50,8 +51,14 @@ def sequence(graphs: Iterable[fx.Graph]) -> list[str]:
         for node in collective_nodes(graph):
             value = _full_value(node)
             values = value if isinstance(value, (list, tuple)) else [value]
-            shapes = " ".join(f"{v.dtype}{list(v.shape)}" for v in values if isinstance(v, torch.Tensor))
-            rest = [str(arg) for arg in node.args[1:] if isinstance(arg, (int, str))]
+            group = _torch_compat.group_text(str(node.args[-1]))
+            # Shards of which several groups reduce one each may differ in size between the groups.
+            shards = _collective_name(node) == "all_reduce" and not group.endswith("x1")
+            shapes = " ".join(
+                f"{v.dtype}{' shards' if shards else list(v.shape)}" for v in values if isinstance(v, torch.Tensor)
+            )
+            rest = [str(arg) for arg in node.args[1:-1] if isinstance(arg, (int, str))]
+            rest.append(group)
             lines.append(f"{_collective_name(node)} {shapes} {' '.join(rest)}")
         lines.append("--")
     return lines

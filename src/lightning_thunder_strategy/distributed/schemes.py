@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from lightning_thunder_strategy.distributed.accumulation import (
     adding_gradient,
@@ -21,7 +21,7 @@ class Scheme:
     """How a module's parameters are spread over the ranks of a mesh. Subclasses say how.
 
     Attributes:
-        mesh: One-dimensional mesh of the data-parallel ranks.
+        mesh: The data-parallel ranks.
     """
 
     mesh: DeviceMesh
@@ -111,10 +111,13 @@ class Sharded(Scheme):
     def place(self, parameter: nn.Parameter) -> nn.Parameter:
         if isinstance(parameter, DTensor):
             return parameter
-        placement = Shard(0) if parameter.ndim else Replicate()
-        placed = nn.Parameter(distribute_tensor(parameter.data, self.mesh, [placement]), parameter.requires_grad)
+        placements = self._placements(parameter)
+        placed = nn.Parameter(distribute_tensor(parameter.data, self.mesh, placements), parameter.requires_grad)
         _carry_over(parameter, placed)
         return placed
+
+    def _placements(self, parameter: Tensor) -> list[Placement]:
+        return [Shard(0) if parameter.ndim else Replicate()]
 
     def _gather(self, parameter: Tensor) -> Tensor:
         return parameter.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
@@ -124,6 +127,26 @@ class Sharded(Scheme):
 
     def accepts(self, parameter: Tensor) -> bool:
         return isinstance(parameter, DTensor)
+
+
+@dataclass(frozen=True)
+class HybridSharded(Sharded):
+    """Several replicas of the shards: dimension ``shard`` of the mesh shards, ``replicate`` repeats (hybrid sharding).
+
+    Gradients are reduce-scattered among the ranks that share a replica, and the shards all-reduced among replicas.
+    """
+
+    def _placements(self, parameter: Tensor) -> list[Placement]:
+        return [Replicate(), *super()._placements(parameter)]
+
+    def _gather(self, parameter: Tensor) -> Tensor:
+        kept = parameter.placements  # type: ignore[attr-defined]
+        same = parameter.redistribute(placements=kept)  # whose gradient is reduced among replicas
+        local = same.to_local(grad_placements=[Partial("avg"), kept[1]])
+        shard = DTensor.from_local(
+            local, self.mesh["shard"], [kept[1]], run_check=False, shape=parameter.shape, stride=parameter.stride()
+        )
+        return shard.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial("avg")])
 
 
 def _carry_over(old: nn.Parameter, new: nn.Parameter) -> None:

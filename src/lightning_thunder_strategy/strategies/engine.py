@@ -21,7 +21,7 @@ from lightning_thunder_strategy.distributed.buffers import broadcast_buffers
 from lightning_thunder_strategy.distributed.checkpoint import exchange_parameters
 from lightning_thunder_strategy.distributed.initialization import materialize
 from lightning_thunder_strategy.distributed.mesh import data_mesh
-from lightning_thunder_strategy.distributed.schemes import Replicated, Scheme, Sharded, local_bytes
+from lightning_thunder_strategy.distributed.schemes import HybridSharded, Replicated, Scheme, Sharded, local_bytes
 from lightning_thunder_strategy.strategies.options import Communication, StrategyOptions
 from lightning_thunder_strategy.transforms.add_once import AddOnce
 from lightning_thunder_strategy.transforms.bucketing import Bucket
@@ -50,6 +50,7 @@ class Engine:
         parallelism: How parameters are spread.
         timeout: How long to wait for other ranks.
         communication: How parameters and gradients are communicated.
+        replicas: How many times the shards are repeated.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class Engine:
         parallelism: Parallelism,
         timeout: Optional[timedelta] = None,
         communication: Communication = Communication(),
+        replicas: int = 1,
     ) -> None:
         self.options = options
         self.parallelism = parallelism
         self.communication = communication
+        self.replicas = replicas
         self._timeout = timeout
         self.scheme: Optional[Scheme] = None
         self.agreement: Optional[Agreement] = None
@@ -76,8 +79,9 @@ class Engine:
         """After the process group exists: make the mesh."""
         if self.parallelism == "none":
             return
-        mesh = data_mesh(device.type)
-        self.scheme = Sharded(mesh, self.parallelism == "zero1") if self.sharded else Replicated(mesh)
+        mesh = data_mesh(device.type, self.replicas)
+        sharded = Sharded if self.replicas == 1 else HybridSharded
+        self.scheme = sharded(mesh, self.parallelism == "zero1") if self.sharded else Replicated(mesh)
         self.agreement = Agreement(self._timeout) if mesh.size() > 1 else None
 
     # ------------------------------------------------------------------------------------------------------- modules

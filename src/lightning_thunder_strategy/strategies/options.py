@@ -118,9 +118,11 @@ def check_processes(
         check_choice("process_group_backend", process_group_backend, (None, *known))
 
 
-def check_sharding(value: object) -> None:
-    """Raise ``ValueError`` unless ``value`` is a way to shard."""
+def check_sharding(value: object, replicas: object) -> None:
+    """Raise ``ValueError`` unless these are a way to shard and a number of replicas."""
     check_choice("sharding", value, get_args(Sharding))
+    if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
+        raise ValueError(f"replicas={replicas!r} is not allowed: give a divisor of the number of processes.")
 
 
 def check_single_device(strategy: str, devices: Optional[list[torch.device]], current: torch.device) -> torch.device:

@@ -211,6 +211,8 @@ class ThunderFSDPStrategy(_Distributed):
     Args:
         sharding: ``"zero3"`` gathers a parameter again in the backward, ``"zero2"`` keeps the gathered one. ``"zero1"``
             also keeps gradients whole over the micro-batches of one optimizer step, and reduces them once.
+        replicas: How many groups of processes hold all shards each (hybrid sharding): with 2 on 16 processes parameters
+            are spread over 8, and gathers stay among those. A divisor of the number of processes.
         executors: What runs the parts of the program: ``"auto"``, or names in priority order such as ``["inductor"]``;
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
@@ -241,6 +243,7 @@ class ThunderFSDPStrategy(_Distributed):
     def __init__(
         self,
         sharding: Sharding = "zero3",
+        replicas: int = 1,
         executors: Executors = "auto",
         transforms: Sequence[Transform] = (),
         compile: Compile = "step",
@@ -256,7 +259,7 @@ class ThunderFSDPStrategy(_Distributed):
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
     ) -> None:
-        check_sharding(sharding)
+        check_sharding(sharding, replicas)
         communication = Communication(bucket_size_mb, reduce_dtype, prefetch, in_flight_mb)
         check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
@@ -270,7 +273,7 @@ class ThunderFSDPStrategy(_Distributed):
             unshard_on_teardown = True
         communication.check_compiled(config)
         options = StrategyOptions(executors, transforms, config, unshard_on_teardown, state_dict_type, report)
-        self._use(Engine(options, sharding, timeout, communication))
+        self._use(Engine(options, sharding, timeout, communication, replicas))
         self._broadcast_buffers = broadcast_buffers
 
     @property

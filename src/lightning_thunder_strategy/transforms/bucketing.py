@@ -89,7 +89,7 @@ def _merge_gathers(graph: fx.Graph, bucket: Sequence[ParameterCollective]) -> No
     with graph.inserting_before(first):
         flat = _concatenated(graph, shards, first)  # type: ignore[arg-type]
         launch = call(graph, first.target, flat, *first.args[1:], like=first)  # type: ignore[arg-type]
-        mark_merged(launch, bucket[0].parameter)
+        mark_merged(launch, bucket)
         wait = call(graph, bucket[0].wait.target, launch, like=bucket[0].wait)  # type: ignore[arg-type]
         rows = call(graph, _aten.view.default, wait, [world, -1], like=first)
         sizes = [node_value(shard).numel() for shard in shards]
@@ -115,7 +115,7 @@ def _merge_scatters(graph: fx.Graph, bucket: Sequence[ParameterCollective]) -> N
         joined = call(graph, _aten.cat.default, rows, 1, like=last)
         flat = call(graph, _aten.view.default, joined, [-1], like=last)
         launch = call(graph, last.target, flat, *last.args[1:], like=last)  # type: ignore[arg-type]
-        mark_merged(launch, bucket[0].parameter)
+        mark_merged(launch, bucket)
         _distribute(graph, bucket, call(graph, bucket[-1].wait.target, launch, like=last))  # type: ignore[arg-type]
     _erase(graph, bucket)
 
@@ -125,7 +125,7 @@ def _merge_reductions(graph: fx.Graph, bucket: Sequence[ParameterCollective]) ->
     with graph.inserting_before(last):
         flat = _concatenated(graph, [item.launch.args[0] for item in bucket], last)  # type: ignore[misc]
         launch = call(graph, last.target, flat, *last.args[1:], like=last)  # type: ignore[arg-type]
-        mark_merged(launch, bucket[0].parameter)
+        mark_merged(launch, bucket)
         _distribute(graph, bucket, call(graph, bucket[-1].wait.target, launch, like=last))  # type: ignore[arg-type]
     _erase(graph, bucket)
 

@@ -9,7 +9,10 @@ from lightning_thunder_strategy.compiler.trace import Trace
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.transforms.parameter_collectives import (
     GATHER,
+    REDUCE,
+    SCATTER,
     ParameterCollective,
+    collective_name,
     parameter_collectives,
 )
 
@@ -35,7 +38,8 @@ class Overlap(Transform):
                 found = parameter_collectives(trace)
                 gathers = [item for item in found if item.op == GATHER]
                 _prefetch(gathers, self.prefetch, _bytes(self.limit))
-                _sink(trace.graph, [item for item in found if item.op != GATHER], _bytes(self.limit))
+                for op in (SCATTER, REDUCE):
+                    _sink(trace.graph, [item for item in found if item.op == op], _bytes(self.limit))
 
 
 def _bytes(mebibytes: Optional[float]) -> float:
@@ -60,33 +64,27 @@ def _prefetch(gathers: list[ParameterCollective], ahead: int, limit: float) -> N
 
 def _sink(graph: fx.Graph, reductions: list[ParameterCollective], limit: float) -> None:
     """Move the wait of each reduction, and what is made of its result, behind later ones, as the bound allows."""
-    order = {node: index for index, node in enumerate(graph.nodes)}
     for index, item in enumerate(reductions):
+        order = {node: place for place, node in enumerate(graph.nodes)}
+        forms = _forms(item.wait, order)
         total, place = item.bytes, graph.output_node()
+        if any(collective_name(node) is not None for node in forms[1:]):  # its result is reduced further
+            place = reductions[index + 1].wait if index + 1 < len(reductions) else item.wait
         for later in reductions[index + 1 :]:
             total += later.bytes
             if total > limit:
-                place = later.launch
+                place = min(place, later.launch, key=order.__getitem__)
                 break
-        first_use = min((order[node] for node in _needs(item.wait)), default=len(order))
-        if order[place] > first_use:
-            continue  # something is computed from it: it stays where it is needed
-        for node in _forms(item.wait):
-            place.prepend(node)
+        for node in forms:
+            if order[node] < order[place]:
+                place.prepend(node)
 
 
-def _forms(wait: fx.Node) -> list[fx.Node]:
+def _forms(wait: fx.Node, order: dict[fx.Node, int]) -> list[fx.Node]:
     """The wait and all that is computed from its result, in order."""
-    order = {node: index for index, node in enumerate(wait.graph.nodes)}
     found, pending = {wait}, [wait]
     while pending:
-        for user in pending.pop().users:
-            if user.op != "output" and user not in found:
-                found.add(user)
-                pending.append(user)
+        new = [user for user in pending.pop().users if user.op != "output" and user not in found]
+        found.update(new)
+        pending += new
     return sorted(found, key=order.__getitem__)
-
-
-def _needs(wait: fx.Node) -> list[fx.Node]:
-    """What is computed from a result together with other values."""
-    return [node for node in _forms(wait) if len(node.all_input_nodes) > 1]

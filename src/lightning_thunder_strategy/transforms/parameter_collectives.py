@@ -1,5 +1,6 @@
 """Finds the collectives by which parameters are gathered and their gradients reduced."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
@@ -25,6 +26,7 @@ class ParameterCollective:
         wait: Where its result is taken.
         before: What leads from a stored parameter to it, in order; empty for reductions.
         parameter: The qualified name of the parameter, or ``""`` if it is not known.
+        bytes: Size of the whole tensor; of a reduction of shards, of a padded shard: the same on all ranks.
     """
 
     op: str
@@ -32,12 +34,7 @@ class ParameterCollective:
     wait: fx.Node
     before: tuple[fx.Node, ...]
     parameter: str
-
-    @property
-    def bytes(self) -> int:
-        """Size of the whole tensor."""
-        value = node_value(self.wait if self.op == GATHER else self.launch.all_input_nodes[0])
-        return value.numel() * value.element_size()
+    bytes: int
 
     @property
     def block(self) -> str:
@@ -62,26 +59,41 @@ def parameter_collectives(trace: Trace) -> list[ParameterCollective]:
         if op is None or wait is None or len(node.users) != 1 or collective_name(wait) != "wait_tensor":
             continue
         if _MERGED in node.meta:
-            found.append(
-                ParameterCollective(op, node, wait, _upstream(node) if op == GATHER else (), node.meta[_MERGED])
-            )
+            before = _upstream(node) if op == GATHER else ()
+            found.append(ParameterCollective(op, node, wait, before, *node.meta[_MERGED]))
         elif op == GATHER:
             chain = parameter_gather(wait)
             if chain is not None:
                 before = tuple(reversed(chain[2:]))
                 origin = trace.origin((before[0] if before else node).all_input_nodes[0])
                 known = origin is not None and origin.kind == "parameter"
-                found.append(ParameterCollective(op, node, wait, before, origin.origin or "" if known else ""))
+                name = origin.origin or "" if origin is not None and known else ""
+                found.append(ParameterCollective(op, node, wait, before, name, _bytes(wait)))
         elif op in (SCATTER, REDUCE):
             parameter = _leads_to(wait, gradients)
             if parameter is not None:
-                found.append(ParameterCollective(op, node, wait, (), parameter))
+                found.append(ParameterCollective(op, node, wait, (), parameter, _bytes(_before_unpadding(node))))
     return found
 
 
-def mark_merged(launch: fx.Node, parameter: str) -> None:
-    """Say that a collective is one of several parameters, of which ``parameter`` is the first."""
-    launch.meta[_MERGED] = parameter
+def mark_merged(launch: fx.Node, bucket: Sequence[ParameterCollective]) -> None:
+    """Say that a collective is that of several parameters."""
+    launch.meta[_MERGED] = (bucket[0].parameter, sum(item.bytes for item in bucket))
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node_value(node)
+    return value.numel() * value.element_size()
+
+
+def _before_unpadding(launch: fx.Node) -> fx.Node:
+    """What is reduced; if it is a part of what another reduction gave, that."""
+    node = source = launch.all_input_nodes[0]
+    while len(node.all_input_nodes) == 1:
+        if collective_name(node) == "wait_tensor":
+            return node
+        node = node.all_input_nodes[0]
+    return source
 
 
 def _upstream(launch: fx.Node) -> tuple[fx.Node, ...]:

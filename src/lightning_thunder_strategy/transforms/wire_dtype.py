@@ -95,7 +95,7 @@ def _only_cast(wait: fx.Node) -> Optional[tuple[torch.dtype, list[fx.Node], list
     while pending:
         for user in pending.pop().users:
             name = user.target._schema.name if isinstance(user.target, torch._ops.OpOverload) else ""
-            if name in _CASTS and set(user.kwargs) <= {"dtype"}:
+            if _is_cast(user):
                 casts.append(user)
             elif name.removeprefix("aten::") in _LAYOUTS:
                 forms.append(user)
@@ -108,6 +108,11 @@ def _only_cast(wait: fx.Node) -> Optional[tuple[torch.dtype, list[fx.Node], list
         return None
     order = {node: index for index, node in enumerate(wait.graph.nodes)}
     return types.pop(), sorted(forms, key=order.__getitem__), casts
+
+
+def _is_cast(node: fx.Node) -> bool:
+    name = node.target._schema.name if isinstance(node.target, torch._ops.OpOverload) else ""
+    return name in _CASTS and set(node.kwargs) <= {"dtype"}
 
 
 def _cast(graph: fx.Graph, node: fx.Node, dtype: torch.dtype, like: fx.Node) -> fx.Node:

@@ -1,0 +1,13 @@
+"""Hybrid sharding on four ranks."""
+
+import pytest
+
+from tests.distributed.checks import Group
+
+GROUP = Group("hybrid", world_size=4, timeout=280)
+
+
+@pytest.mark.timeout(300)
+@GROUP.parametrize()
+def test_hybrid_sharding(check: str, request: pytest.FixtureRequest) -> None:
+    GROUP.assert_passed(check, request)
