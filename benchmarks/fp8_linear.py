@@ -40,7 +40,8 @@ MODELS = {
              "padded_vocab_size": 256, "block_size": 64},
 }  # fmt: skip
 
-OURS = ("fp8", "fp8-rowwise", "fp8-block")
+HEAD_TOO = "fp8, lm_head too"
+OURS = ("fp8", HEAD_TOO, "fp8-rowwise", "fp8-block")
 TORCHAO = {"torchao tensorwise": "tensorwise", "torchao rowwise": "rowwise"}
 
 
@@ -64,7 +65,11 @@ class Variant:
     def compile(self, function: Callable) -> Callable:
         if self.name in TORCHAO or self.name == "bf16 torch.compile":
             return torch.compile(function)
-        transforms = [LowPrecisionLinears(self.name)] if self.name in OURS else []
+        transforms = []
+        if self.name == HEAD_TOO:
+            transforms = [LowPrecisionLinears("fp8", skip=())]
+        elif self.name in OURS:
+            transforms = [LowPrecisionLinears(self.name)]
         return lts.compile(function, self.executors, transforms=transforms)
 
 
@@ -156,6 +161,8 @@ def linears(args: argparse.Namespace) -> None:
         rows = [["variant", "ms", "TFLOP/s", "x bf16", "error", "computes in"]]
         base: Optional[float] = None
         for variant in variants(args):
+            if variant.name == HEAD_TOO:
+                continue
             clean(args.device)
             try:
                 seconds, error, what = linear_row(variant, size, args)

@@ -16,7 +16,8 @@ class ThunderPrecision(options.LowPrecision, Precision):
     Args:
         precision: A name such as ``"fp8"``, or a ``Recipe``.
         base: The precision of parameters and of all other operations.
-        skip: Patterns of module names (as in ``fnmatch``) whose linears are left in the base precision.
+        skip: Patterns of module names (as in ``fnmatch``): these modules, and all inside them, are left in the base
+            precision.
 
     Raises:
         ValueError: If an option has a value that is not allowed.

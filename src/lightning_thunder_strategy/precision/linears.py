@@ -36,7 +36,7 @@ class LowPrecisionLinears(Transform):
 
     Args:
         precision: A name such as ``"fp8"``, or a recipe.
-        skip: Patterns of module names (as in ``fnmatch``) whose linears are left alone.
+        skip: Patterns of module names (as in ``fnmatch``): these modules, and all inside them, are left alone.
     """
 
     precision: Union[str, Recipe]
@@ -115,7 +115,9 @@ class LowPrecisionLinears(Transform):
 
     def _reason(self, name: str, value: torch.Tensor, x: torch.Tensor, shape: tuple[int, ...]) -> Optional[str]:
         """Why a linear is left alone, or ``None``."""
-        pattern = next((pattern for pattern in self.skip if fnmatchcase(name, pattern)), None)
+        parts = name.split(".")
+        owners = [".".join(parts[: end + 1]) for end in range(len(parts))]
+        pattern = next((p for p in self.skip if any(fnmatchcase(owner, p) for owner in owners)), None)
         if pattern is not None:
             return f"its name is in skip={pattern!r}"
         if min(shape) < self.recipe.min_features:
