@@ -55,6 +55,7 @@ DISTRIBUTED_WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"reduce_dtype": "float32", "compile": "off"},
         ("reduce_dtype", "'float32'", "compile='off'"),
     ),
+    "nonfinite_gradients": ({"nonfinite_gradients": "stop"}, ("nonfinite_gradients", "'stop'", "'ignore'", "'raise'")),
     "in_flight_mb": ({"in_flight_mb": "all"}, ("in_flight_mb", "'all'", "None")),
 }
 

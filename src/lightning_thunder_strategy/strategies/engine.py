@@ -18,9 +18,10 @@ from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.distributed import sharding
 from lightning_thunder_strategy.distributed.agreement import Agreement
 from lightning_thunder_strategy.distributed.buffers import broadcast_buffers
-from lightning_thunder_strategy.distributed.checkpoint import exchange_parameters
+from lightning_thunder_strategy.distributed.checkpoint import exchange_parameters, parameter_names
 from lightning_thunder_strategy.distributed.initialization import materialize
 from lightning_thunder_strategy.distributed.mesh import data_mesh
+from lightning_thunder_strategy.distributed.nonfinite import check_gradients
 from lightning_thunder_strategy.distributed.schemes import HybridSharded, Replicated, Scheme, Sharded, local_bytes
 from lightning_thunder_strategy.strategies.options import Communication, StrategyOptions
 from lightning_thunder_strategy.transforms.add_once import AddOnce
@@ -136,6 +137,20 @@ class Engine:
             f"The optimizer {type(optimizer).__name__} cannot work on sharded parameters: {reason}. Use AdamW, Adam or "
             "SGD, or a strategy that keeps parameters whole, such as ThunderDDPStrategy."
         )
+
+    def check_precision(self, precision: object) -> None:
+        """Refuse to look at gradients that a gradient scaler lets overflow on purpose."""
+        if self.options.nonfinite_gradients == "raise" and getattr(precision, "scaler", None) is not None:
+            raise ValueError(
+                "nonfinite_gradients='raise' is not allowed with a gradient scaler (precision='16-mixed'), which skips "
+                "steps whose gradients are not finite: choose 'ignore', or 'bf16-mixed'."
+            )
+
+    def check_gradients(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
+        """Before an optimizer step: stop all ranks if a gradient is not finite, if that was asked for (collectives)."""
+        if self.options.nonfinite_gradients == "raise":
+            optimizer = getattr(optimizer, "_optimizer", optimizer)
+            check_gradients(optimizer, parameter_names(*modules), self.scheme.mesh if self.scheme is not None else None)
 
     def release_module(self, module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
         """Make the module the user's own again. After a failure nothing is communicated.

@@ -21,6 +21,7 @@ from lightning_thunder_strategy.strategies.options import (
     Communication,
     Compile,
     Executors,
+    NonfiniteGradients,
     ReduceDtype,
     Sharding,
     StartMethod,
@@ -108,6 +109,8 @@ class ThunderDDPStrategy(_Distributed):
         reduce_dtype: The type in which programs reduce gradients: ``"float32"``, ``"bfloat16"`` or ``"float16"``; by
             default the type of the parameter.
         in_flight_mb: Mebibytes of gradients that may be under way at once; ``None``: any.
+        nonfinite_gradients: ``"raise"``: an error on all ranks, before the optimizer step, if a gradient has infinite
+            values or NaN; it reads a number from the device at each step. ``"ignore"``: go on.
         process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
         timeout: How long ranks wait for each other.
         start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or
@@ -129,6 +132,7 @@ class ThunderDDPStrategy(_Distributed):
         bucket_size_mb: BucketSize = 25.0,
         reduce_dtype: Optional[ReduceDtype] = None,
         in_flight_mb: Optional[float] = None,
+        nonfinite_gradients: NonfiniteGradients = "ignore",
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
@@ -140,7 +144,7 @@ class ThunderDDPStrategy(_Distributed):
         self._broadcast_buffers = broadcast_buffers
         config = compile_config(compile, highest="forward")
         communication.check_compiled(config)
-        options = StrategyOptions(executors, transforms, config, "auto", state_dict_type, False)
+        options = StrategyOptions(executors, transforms, config, "auto", state_dict_type, False, nonfinite_gradients)
         self._use(Engine(options, "ddp", timeout, communication))
 
 
@@ -168,6 +172,8 @@ class ThunderFSDPStrategy(_Distributed):
             default the type of the parameter.
         prefetch: How many gathers a program starts before the one whose result it needs next has arrived.
         in_flight_mb: Mebibytes of whole parameters, and of gradients, that may be under way at once; ``None``: any.
+        nonfinite_gradients: ``"raise"``: an error on all ranks, before the optimizer step, if a gradient has infinite
+            values or NaN; it reads a number from the device at each step. ``"ignore"``: go on.
         process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
         timeout: How long ranks wait for each other.
         start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or
@@ -192,6 +198,7 @@ class ThunderFSDPStrategy(_Distributed):
         reduce_dtype: Optional[ReduceDtype] = None,
         prefetch: int = 1,
         in_flight_mb: Optional[float] = None,
+        nonfinite_gradients: NonfiniteGradients = "ignore",
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
@@ -204,7 +211,7 @@ class ThunderFSDPStrategy(_Distributed):
         self._broadcast_buffers = broadcast_buffers
         config = compile_config(compile, highest="forward")
         communication.check_compiled(config)
-        options = StrategyOptions(executors, transforms, config, False, state_dict_type, False)
+        options = StrategyOptions(executors, transforms, config, False, state_dict_type, False, nonfinite_gradients)
         self._use(Engine(options, sharding, timeout, communication, replicas))
 
     @override

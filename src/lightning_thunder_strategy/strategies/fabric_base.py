@@ -106,6 +106,7 @@ class CompiledModulesStrategy(Strategy):
     @override
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         self._engine.check_optimizer(optimizer)
+        self._engine.check_precision(self.precision)
         if self._engine.sharded:
             optimizer.register_load_state_dict_pre_hook(_placed_state)  # whole states load as they do elsewhere
         return optimizer
@@ -114,6 +115,7 @@ class CompiledModulesStrategy(Strategy):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         for compiled in self._compiled:
             compiled.settle()
+        self._engine.check_gradients(optimizer, [compiled.module for compiled in self._compiled])
         result = super().optimizer_step(optimizer, **kwargs)
         for compiled in self._compiled:
             compiled.buffers_changed = self._broadcast_buffers

@@ -18,6 +18,7 @@ StateDictType = Literal["full", "sharded"]
 Sharding = Literal["zero1", "zero2", "zero3"]
 Unshard = Union[bool, Literal["auto"]]
 BucketSize = Union[float, Literal["block"]]
+NonfiniteGradients = Literal["ignore", "raise"]
 ReduceDtype = Literal["float32", "bfloat16", "float16"]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
@@ -36,11 +37,13 @@ class StrategyOptions:
     unshard_on_teardown: Unshard
     state_dict_type: StateDictType
     report: bool
+    nonfinite_gradients: NonfiniteGradients = "ignore"
 
     def __post_init__(self) -> None:
         check_choice("state_dict_type", self.state_dict_type, get_args(StateDictType))
         check_choice("unshard_on_teardown", self.unshard_on_teardown, ("auto", True, False))
         check_choice("report", self.report, (True, False))
+        check_choice("nonfinite_gradients", self.nonfinite_gradients, get_args(NonfiniteGradients))
         if not isinstance(self.transforms, Sequence) or isinstance(self.transforms, str):
             raise ValueError(f"transforms={self.transforms!r} is not allowed: give a list of Transform objects.")
         object.__setattr__(self, "transforms", tuple(self.transforms))

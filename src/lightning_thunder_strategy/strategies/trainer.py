@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Optional
 
+import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
@@ -24,6 +25,7 @@ from lightning_thunder_strategy.strategies.options import (
     Communication,
     Compile,
     Executors,
+    NonfiniteGradients,
     ReduceDtype,
     Sharding,
     StartMethod,
@@ -90,6 +92,11 @@ class _Distributed(CompiledStepsStrategy, DDPStrategy):
         self._engine.connect_ranks(self.root_device)
 
     @override
+    def setup(self, trainer: "pl.Trainer") -> None:
+        self._engine.check_precision(self.precision_plugin)
+        super().setup(trainer)
+
+    @override
     def _before_step(self, step: CompiledStep, args: Sequence[Any]) -> None:
         module = self.lightning_module
         assert module is not None
@@ -141,6 +148,7 @@ class _Distributed(CompiledStepsStrategy, DDPStrategy):
         def settled() -> Any:
             result = closure()
             accumulation.settle(module, scheme.mesh)
+            self._engine.check_gradients(optimizer, [module])
             return result
 
         output = super().optimizer_step(optimizer, settled, model, **kwargs)
@@ -166,6 +174,8 @@ class ThunderDDPStrategy(_Distributed):
         reduce_dtype: The type in which programs reduce gradients: ``"float32"``, ``"bfloat16"`` or ``"float16"``; by
             default the type of the parameter.
         in_flight_mb: Mebibytes of gradients that may be under way at once; ``None``: any.
+        nonfinite_gradients: ``"raise"``: an error on all ranks, before the optimizer step, if a gradient has infinite
+            values or NaN; it reads a number from the device at each step. ``"ignore"``: go on.
         process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
         timeout: How long ranks wait for each other.
         start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or
@@ -188,6 +198,7 @@ class ThunderDDPStrategy(_Distributed):
         bucket_size_mb: BucketSize = 25.0,
         reduce_dtype: Optional[ReduceDtype] = None,
         in_flight_mb: Optional[float] = None,
+        nonfinite_gradients: NonfiniteGradients = "ignore",
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
@@ -197,7 +208,7 @@ class ThunderDDPStrategy(_Distributed):
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         config = compile_config(compile, highest="step")
         communication.check_compiled(config)
-        options = StrategyOptions(executors, transforms, config, "auto", state_dict_type, report)
+        options = StrategyOptions(executors, transforms, config, "auto", state_dict_type, report, nonfinite_gradients)
         self._use(Engine(options, "ddp", timeout, communication))
         self._broadcast_buffers = broadcast_buffers
 
@@ -229,6 +240,8 @@ class ThunderFSDPStrategy(_Distributed):
             default the type of the parameter.
         prefetch: How many gathers a program starts before the one whose result it needs next has arrived.
         in_flight_mb: Mebibytes of whole parameters, and of gradients, that may be under way at once; ``None``: any.
+        nonfinite_gradients: ``"raise"``: an error on all ranks, before the optimizer step, if a gradient has infinite
+            values or NaN; it reads a number from the device at each step. ``"ignore"``: go on.
         process_group_backend: Such as ``"nccl"`` or ``"gloo"``; by default the one that fits the device.
         timeout: How long ranks wait for each other.
         start_method: How processes are started, if not by the cluster: ``"popen"``, ``"spawn"``, ``"fork"`` or
@@ -255,6 +268,7 @@ class ThunderFSDPStrategy(_Distributed):
         reduce_dtype: Optional[ReduceDtype] = None,
         prefetch: int = 1,
         in_flight_mb: Optional[float] = None,
+        nonfinite_gradients: NonfiniteGradients = "ignore",
         process_group_backend: Optional[str] = None,
         timeout: Optional[timedelta] = default_pg_timeout,
         start_method: StartMethod = "popen",
@@ -272,7 +286,9 @@ class ThunderFSDPStrategy(_Distributed):
                 )
             unshard_on_teardown = True
         communication.check_compiled(config)
-        options = StrategyOptions(executors, transforms, config, unshard_on_teardown, state_dict_type, report)
+        options = StrategyOptions(
+            executors, transforms, config, unshard_on_teardown, state_dict_type, report, nonfinite_gradients
+        )
         self._use(Engine(options, sharding, timeout, communication, replicas))
         self._broadcast_buffers = broadcast_buffers
 
