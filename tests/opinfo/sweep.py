@@ -91,7 +91,7 @@ def _check_sample(op: Any, dtype: torch.dtype, sample: Any, backward: bool, exec
     try:
         found = _run(compiled, arguments, sample.kwargs, backward)
     except lts.CompileError as error:
-        return "declined", _line(error)
+        return "declined", error.reason.splitlines()[0]
     except Exception as error:
         return "wrong", f"raises {_line(error)}"
     if compiled.record.all_fallbacks():
