@@ -1,5 +1,6 @@
 """What Lightning's own tests expect of any strategy, where one of ours once differed."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,3 +49,35 @@ def test_the_backward_that_the_trainer_calls_can_be_watched() -> None:
     with mock.patch.object(Strategy, "backward", wraps=trainer.strategy.backward) as watched:
         trainer.fit(Linear(), classification_data())
     assert watched.call_count == 3
+
+
+class Manual(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer, scheduler = self.optimizers(), self.lr_schedulers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step(closure=None)
+        scheduler.step()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+
+def test_a_mocked_optimizer_sees_no_other_calls_than_the_steps_own() -> None:
+    trainer = make_trainer(thunder_trainer(), max_epochs=1)
+    with mock.patch("torch.optim.SGD.step") as step:
+        trainer.fit(Manual(), classification_data())
+    assert [set(call.kwargs) for call in step.call_args_list] == [{"closure"}] * 3
+    assert "_torchdynamo" not in str(step.mock_calls)
+
+
+def test_schedulers_in_a_manual_step_know_their_optimizers() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(thunder_trainer(), max_epochs=1).fit(Manual(), classification_data())
+    assert not [str(item.message) for item in caught if "lr_scheduler" in str(item.message)]

@@ -1,5 +1,6 @@
 """Lightning's own machinery kept out of the compiled parts of a step: the breaks sit only where it works."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,9 +29,9 @@ class OpaqueMachinery:
     def __init__(self, module: LightningModule) -> None:
         self._module = module
         self._loggers = Loggers(
-            lambda cls, name: torch.compiler.disable(getattr(cls, name)),
+            lambda cls, name: hide(getattr(cls, name)),
             OpaqueExperiment,
-            lambda name: torch.compiler.disable(lambda connector: own(connector, name)),
+            lambda name: hide(lambda connector: own(connector, name)),
         )
         self._wrapped: dict[int, tuple[Any, dict[str, Callable]]] = {}
 
@@ -58,9 +59,25 @@ class OpaqueMachinery:
     def _hidden_methods(self, target: Any, names: Sequence[str]) -> dict[str, Callable]:
         """Made once for each object, so that guards on them hold from step to step."""
         if id(target) not in self._wrapped:
-            methods = {name: torch.compiler.disable(getattr(target, name)) for name in names if hasattr(target, name)}
+            methods = {name: hide(getattr(target, name)) for name in names if hasattr(target, name)}
             self._wrapped[id(target)] = (target, methods)
         return self._wrapped[id(target)][1]
+
+
+def hide(function: Callable) -> Callable:
+    """The function, called by Dynamo and not read.
+
+    ``torch.compiler.disable`` gets a function of our own: it reads and sets attributes, and the user's may be a mock.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    hidden = torch.compiler.disable(functools.update_wrapper(call, function, updated=()))
+    for name, value in getattr(function, "__dict__", {}).items():  # schedulers leave marks on the optimizer's step
+        if not name.startswith("_torchdynamo"):
+            vars(hidden).setdefault(name, value)
+    return hidden
 
 
 class OpaqueExperiment:
@@ -76,7 +93,7 @@ class OpaqueExperiment:
             value = getattr(own(self._logger, "experiment"), name)
             if not callable(value):
                 return value
-            self._methods[name] = torch.compiler.disable(value)
+            self._methods[name] = hide(value)
         return self._methods[name]
 
 
