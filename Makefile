@@ -12,7 +12,7 @@ CONFORMANCE_NEEDS := cloudpickle scikit-learn tensorboardX omegaconf
 INDUCTOR_OPS := add exp softmax cumsum cat where var_mean linalg.vector_norm nn.functional.linear \
 	nn.functional.layer_norm nn.functional.cross_entropy nn.functional.embedding
 
-.PHONY: setup demo test conformance opinfo fuzz lint clean
+.PHONY: setup demo test conformance opinfo fuzz soak lint clean
 
 setup: $(VENV)/.ready
 
@@ -44,6 +44,12 @@ opinfo: setup
 FUZZ_EXAMPLES ?= 300
 fuzz: setup
 	FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest tests/properties -o timeout=0
+
+# A long fit with changing shapes, validation and checkpoints: nothing may grow
+STEPS ?= 2000
+EXECUTORS ?= eager
+soak: setup
+	$(BIN)/python -m tests.soak.run --steps $(STEPS) --executors $(EXECUTORS) --output build/soak.json
 
 lint: setup
 	$(BIN)/ruff check $(SOURCES)
