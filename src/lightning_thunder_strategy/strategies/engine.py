@@ -123,6 +123,12 @@ class Engine:
             broadcast_buffers(module, self.scheme.mesh)
         return replaced
 
+    def spread_copies(self, modules: Sequence[nn.Module]) -> None:
+        """Spread the parameters of copies of the module as its own are, so that the two can be averaged."""
+        if self.sharded and self.scheme is not None:
+            for module in modules:
+                sharding.parallelize(module, self.scheme)
+
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse optimizers that cannot work on parameters whose rows are spread unevenly.
 

@@ -86,7 +86,7 @@ class CompiledStepsStrategy(Strategy):
         assert self.accelerator is not None and self.model is not None
         self._engine.failed = False
         if self._engine.sharded:
-            _refuse_weight_averaging(trainer.callbacks)  # type: ignore[attr-defined]
+            _refuse_stochastic_averaging(trainer.callbacks)  # type: ignore[attr-defined]
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         layer_sync = getattr(self, "_layer_sync", None)
@@ -97,6 +97,7 @@ class CompiledStepsStrategy(Strategy):
         self.model_to_device()
         self.model = self._setup_model(self.model)
         if fitting:
+            self._engine.spread_copies(_averages(trainer.callbacks))  # type: ignore[attr-defined]
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting:
@@ -292,6 +293,8 @@ class CompiledStepsStrategy(Strategy):
         self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
     ) -> None:
         filepath = self.broadcast(filepath)
+        if self._engine.options.state_dict_type == "full" and states.has_distributed_tensors(checkpoint["state_dict"]):
+            checkpoint["state_dict"] = self._full(checkpoint["state_dict"])  # a callback has put an average there
         sharded = self._engine.options.state_dict_type == "sharded"
         if not sharded and (type(self.checkpoint_io) is not TorchCheckpointIO or not storage.is_local(filepath)):
             super().save_checkpoint(checkpoint, filepath, storage_options)  # a user's own way to write
@@ -313,7 +316,8 @@ class CompiledStepsStrategy(Strategy):
         if not storage.is_local(filepath):
             raise ValueError(f"state_dict_type='sharded' writes to a local folder, not to {filepath!r}.")
         optimizers = {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
-        storage.write_folder(self, path, {"state_dict": checkpoint.pop("state_dict"), **optimizers}, checkpoint)
+        models = {key: checkpoint.pop(key) for key in _MODEL_STATES if key in checkpoint}
+        storage.write_folder(self, path, {**models, **optimizers}, checkpoint)
 
     @override
     def remove_checkpoint(self, filepath: PathLike) -> None:
@@ -334,9 +338,8 @@ class CompiledStepsStrategy(Strategy):
     def _load_folder(self, path: Path, weights_only: Optional[bool]) -> dict[str, Any]:
         assert self.lightning_module is not None
         keys = [f"optimizer_{index}" for index in range(_MOST_OPTIMIZERS)]
-        state, checkpoint = states.load_sharded(
-            path, {"state_dict": self.lightning_module.state_dict()}, keys, weights_only
-        )
+        likes = {key: self.lightning_module.state_dict() for key in _MODEL_STATES}
+        state, checkpoint = states.load_sharded(path, likes, keys, weights_only)
         optimizers = [state.pop(key) for key in keys if key in state]
         return {**checkpoint, **state, "optimizer_states": optimizers}
 
@@ -362,11 +365,20 @@ _DIFFERENTIATED_TWICE = (
 )
 
 
-def _refuse_weight_averaging(callbacks: Sequence[Any]) -> None:
+_MODEL_STATES = ("state_dict", "current_model_state")  # the second beside an average of the weights
+
+
+def _averages(callbacks: Sequence[Any]) -> list[nn.Module]:
+    """Copies of the module in which callbacks keep an average of its weights."""
+    held = [callback._average_model for callback in callbacks if isinstance(callback, WeightAveraging)]
+    return [average.module for average in held if average is not None]
+
+
+def _refuse_stochastic_averaging(callbacks: Sequence[Any]) -> None:
     for callback in callbacks:
-        if isinstance(callback, (WeightAveraging, StochasticWeightAveraging)):
+        if isinstance(callback, StochasticWeightAveraging):
             raise TypeError(
                 f"The callback {type(callback).__name__} averages a copy of the module that it made before the "
-                "parameters were sharded, and cannot mix the two: leave it out, or use a strategy that keeps "
-                "parameters whole, such as ThunderDDPStrategy."
+                "parameters were sharded, and cannot mix the two: use WeightAveraging or EMAWeightAveraging instead, "
+                "or a strategy that keeps parameters whole, such as ThunderDDPStrategy."
             )
