@@ -79,7 +79,7 @@ def multiply_blocks(
     return F.scaled_mm(a, b.t(), scale_a, line, scale_b, kind_b, output_dtype=dtype, use_fast_accum=fast)
 
 
-# An operator of its own: Inductor would otherwise choose the layout of its arguments (torch 2.10 to 2.12).
+# An operator of its own: where Inductor has no lowering for torch's (2.11), it would choose the arguments' layout.
 block_product = torch.library.custom_op("lightning_thunder_strategy::block_product", multiply_blocks, mutates_args=())
 
 
