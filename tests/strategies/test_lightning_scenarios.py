@@ -81,3 +81,12 @@ def test_schedulers_in_a_manual_step_know_their_optimizers() -> None:
         warnings.simplefilter("always")
         make_trainer(thunder_trainer(), max_epochs=1).fit(Manual(), classification_data())
     assert not [str(item.message) for item in caught if "lr_scheduler" in str(item.message)]
+
+
+def test_a_logger_may_be_a_mock(tmp_path) -> None:
+    logger = mock.Mock()
+    logger.version, logger.name, logger.save_dir = "0", "name", tmp_path
+    trainer = make_trainer(thunder_trainer(), max_epochs=1, logger=logger)
+    trainer.fit(Linear(), classification_data())
+    assert trainer.strategy.records()[0].programs
+    logger.finalize.assert_called_once_with("success")
