@@ -8,6 +8,7 @@ from unittest import mock
 import torch
 from lightning.fabric.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import Strategy
+from torchmetrics import MeanMetric
 
 from lightning_thunder_strategy import fabric as thunder
 from tests.strategies.fabric_helpers import Net, fabric
@@ -90,3 +91,23 @@ def test_a_logger_may_be_a_mock(tmp_path) -> None:
     trainer.fit(Linear(), classification_data())
     assert trainer.strategy.records()[0].programs
     logger.finalize.assert_called_once_with("success")
+
+
+class WatchedMetric(Linear):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = MeanMetric()
+        self.seen.reset = mock.Mock(side_effect=self.seen.reset)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.seen(loss.detach())
+        self.seen.reset.reset_mock()  # the metric's own call resets too
+        self.log("seen", self.seen, on_epoch=True)
+        return loss
+
+
+def test_a_callable_that_a_user_puts_on_a_metric_stays_there() -> None:
+    module = WatchedMetric()
+    make_trainer(thunder_trainer(), max_epochs=1).fit(module, classification_data())
+    module.seen.reset.assert_called_once()

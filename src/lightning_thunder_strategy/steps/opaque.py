@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -59,9 +60,14 @@ class OpaqueMachinery:
     def _hidden_methods(self, target: Any, names: Sequence[str]) -> dict[str, Callable]:
         """Made once for each object, so that guards on them hold from step to step."""
         if id(target) not in self._wrapped:
-            methods = {name: hide(getattr(target, name)) for name in names if hasattr(target, name)}
+            methods = {name: hide(getattr(target, name)) for name in names if _can_be_hidden(target, name)}
             self._wrapped[id(target)] = (target, methods)
         return self._wrapped[id(target)][1]
+
+
+def _can_be_hidden(target: Any, name: str) -> bool:
+    """Not a callable object that the user has put there: the step may use its attributes."""
+    return isinstance(vars(target).get(name, hide), (FunctionType, MethodType)) and hasattr(target, name)
 
 
 def hide(function: Callable) -> Callable:
