@@ -33,7 +33,7 @@ def _counts(result: Result) -> tuple[int, ...]:
 def check_settings_change_the_programs_and_not_the_results() -> None:
     """A language model with a tied embedding, against Lightning's DDP."""
     other = fit_case("ddp", "litgpt_tied", **SHORT)
-    for kind, names in (("ddp", ("blocks", "each by itself", "all")), ("zero3", OPTIONS)):
+    for kind, names in (("ddp", ("blocks", "all")), ("zero3", OPTIONS)):
         counts = {}
         for name in names:
             options = {key: value for key, value in OPTIONS[name].items() if kind != "ddp" or key != "prefetch"}
@@ -41,27 +41,25 @@ def check_settings_change_the_programs_and_not_the_results() -> None:
             assert_equal_results(result, other, **NORMS_IN_FLOAT32)
             counts[name] = _counts(result)
         assert len(set(counts.values())) == len(counts), counts
-        assert counts["all"][2] == 1 and counts["each by itself"][2] > counts["blocks"][2] > 1, counts
+        assert counts["all"][2] == 1 < counts["blocks"][2] < counts.get("each by itself", (0, 0, 99))[2], counts
 
 
 @_float64
 def check_odd_shapes_and_frozen_parameters_in_buckets() -> None:
-    for case in ("odd_shapes", "lora"):
+    for case, size in (("odd_shapes", 25), ("lora", "block")):
         other = fit_case("ddp", case, **SHORT)
-        for size in ("block", 25):
-            result = fit_case(thunder("zero3", bucket_size_mb=size), case, **SHORT)
-            assert_equal_results(result, other, **EXACT)
-            assert _counts(result)[2] < sum(p.requires_grad for p in result.module.parameters())
+        result = fit_case(thunder("zero3", bucket_size_mb=size), case, **SHORT)
+        assert_equal_results(result, other, **EXACT)
+        assert _counts(result)[2] < sum(p.requires_grad for p in result.module.parameters())
 
 
 @_float64
 def check_inductor_runs_bucketed_programs() -> None:
     other = fit_case("ddp", "smooth", **SHORT)
     config = lts.CompileConfig(on_error="raise")
-    for kind in ("ddp", "zero3"):
-        result = fit_case(thunder(kind, executors=["inductor"], compile=config, bucket_size_mb=25), "smooth", **SHORT)
-        assert_equal_results(result, other, rtol=1e-7, atol=1e-9)
-        assert _counts(result)[2] == 1
+    result = fit_case(thunder("zero3", executors=["inductor"], compile=config, bucket_size_mb=25), "smooth", **SHORT)
+    assert_equal_results(result, other, rtol=1e-7, atol=1e-9)
+    assert _counts(result)[2] == 1
 
 
 def check_autocast_gathers_bfloat16() -> None:
