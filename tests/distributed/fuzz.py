@@ -16,7 +16,10 @@ from tests.properties.blocks import CUTTING
 from tests.properties.programs import ENDINGS, Recipe, draw_recipe
 
 SEEDS = [int(seed) for seed in os.environ.get("FUZZ_SEEDS", "0").split(",")]
-OWN_ON_EACH_RANK = {"LateBuffer"}  # drawn in the first step, and so after ranks were made equal
+OTHERWISE_UNDER_DDP = {
+    "LateBuffer",  # drawn in the first step, and so after ranks were made equal
+    "Cache",  # changes in validation too, after which DDP leaves out the next broadcast of buffers; ours does not
+}
 
 
 class Random(Base):
@@ -35,7 +38,7 @@ class Random(Base):
 def _case(seed: int) -> tuple[Recipe, str, dict[str, Any]]:
     chance = random.Random(seed)
     choose = lambda options: chance.choice(list(options))  # noqa: E731
-    recipe = draw_recipe(choose, without=[*CUTTING, *OWN_ON_EACH_RANK], most=3)
+    recipe = draw_recipe(choose, without=[*CUTTING, *OTHERWISE_UNDER_DDP], most=3)
     assert recipe.ending in ENDINGS
     options = {"accumulate_grad_batches": choose((1, 1, 2)), "gradient_clip_val": choose((None, None, 0.1))}
     return recipe, choose(("ddp", "zero2", "zero3", "zero3")), {"max_epochs": 1, "limit_val_batches": 1, **options}

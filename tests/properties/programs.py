@@ -74,6 +74,14 @@ def _make(part: Part, width: int) -> nn.Module:
     return WRAPPERS[name](*[_make(item, width) for item in inner])
 
 
+def _pure(parts: tuple[Part, ...]) -> tuple[Part, ...]:
+    """Parts for a checkpointed region, which eager PyTorch runs twice: none may read what its first run has written."""
+    return tuple(
+        ("Linear" if part == "Cache" else part) if isinstance(part, str) else (part[0], _pure(part[1]))
+        for part in parts
+    )
+
+
 def draw_recipe(choose: Choose, without: Sequence[str] = (), most: int = 4, dtypes: Sequence[Any] = ()) -> Recipe:
     """A random recipe.
 
@@ -90,7 +98,8 @@ def draw_recipe(choose: Choose, without: Sequence[str] = (), most: int = 4, dtyp
         if depth == 0 or choose(range(4)):
             return choose(names)
         inner = tuple(part(depth - 1) for _ in range(choose((1, 2))))
-        return choose(wrappers), inner
+        name = choose(wrappers)
+        return name, _pure(inner) if name == "Checkpointed" else inner
 
     parts = tuple(part(2) for _ in range(choose(range(1, most + 1))))
     return Recipe(choose((4, 6)), parts, choose(ENDINGS), choose(dtypes or (torch.float64,)))

@@ -29,6 +29,24 @@ def test_batch_norm_between_transposes(train: bool) -> None:
         check_module(Transposed, [(torch.randn(2, 3, 4),)], train=train, backward=False, rtol=1e-5, atol=1e-6)
 
 
+class ReturnsAView(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        return x[0], x.reshape(-1)
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["training", "evaluation"])
+def test_views_of_batch_norm_that_are_returned(train: bool) -> None:
+    for dynamic in (True, None):
+        make = lambda module: eager_compiled(module, dynamic=dynamic)  # noqa: B023, E731
+        calls = [(torch.randn(3, 2, 4),), (torch.randn(5, 5, 4),)]
+        check_module(ReturnsAView, calls, train=train, compiler=make, rtol=1e-5, atol=1e-5)
+
+
 def test_gradients_of_cross_entropy_of_transposed_scores() -> None:
     x, weight = torch.randn(5, 3, requires_grad=True), torch.randn(4, 5, requires_grad=True)
     target = torch.tensor([0, 3, 1])
