@@ -20,6 +20,7 @@ from packaging.version import Version
 import lightning_thunder_strategy as lts
 from lightning_thunder_strategy.executors.eager import EagerExecutor
 from lightning_thunder_strategy.precision.recipe import resolve_recipe
+from lightning_thunder_strategy.strategies.options import Communication
 
 PACKAGE = "lightning_thunder_strategy"
 
@@ -88,6 +89,12 @@ EVERY_OPTION = {
     "state_dict_type": "sharded",
     "report": True,
     "broadcast_buffers": False,
+    "replicas": 2,
+    "bucket_size_mb": 12.5,
+    "reduce_dtype": "bfloat16",
+    "prefetch": 2,
+    "in_flight_mb": 64.0,
+    "nonfinite_gradients": "raise",
     "process_group_backend": "gloo",
     "timeout": "0:07:30",
     "start_method": "spawn",
@@ -104,6 +111,9 @@ def assert_every_option(strategy: Any) -> None:
         mode="forward", fullgraph=True, dynamic=True, cudagraphs=False, on_error="raise", eager_random=True
     )
     assert (options.unshard_on_teardown, options.state_dict_type, options.report) == (True, "sharded", True)
+    assert options.nonfinite_gradients == "raise"
+    assert strategy._engine.replicas == 2
+    assert strategy._engine.communication == Communication(12.5, "bfloat16", 2, 64.0)
     assert strategy._broadcast_buffers is False
     assert strategy.process_group_backend == "gloo"
     assert strategy._timeout == timedelta(minutes=7, seconds=30)
@@ -201,7 +211,7 @@ def test_help_lists_every_option_with_its_description() -> None:
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("sharding", "zero1", ["sharding", "zero1", *as_allowed("zero2", "zero3")]),
+        ("sharding", "zero4", ["sharding", "zero4", *as_allowed("zero2", "zero3")]),
         ("compile", "everything", ["compile", "everything", "step", "submodules"]),
         ("state_dict_type", "half", ["state_dict_type", "half", *as_allowed("full", "sharded")]),
         ("shardings", "zero3", ["shardings"]),
