@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_thunder_strategy as lts
 from lightning_thunder_strategy import fabric as thunder
+from lightning_thunder_strategy.compiler._torch_compat import TORCH_VERSION
 from tests.strategies.fabric_helpers import Net, seeded
 
 KINDS = ("ddp", "zero2", "zero3")
@@ -438,6 +439,8 @@ def check_buffers_follow_rank_zero_as_in_ddp() -> None:
             output = model(batch(7, 0))
         buffers = {name: value.clone() for name, value in module.named_buffers()}
         first, second = model(batch(8, 0)), model(batch(9, 0))
+        if type(runner.strategy) is DDPStrategy and TORCH_VERSION < (2, 12):
+            return output, buffers  # Lightning's DDP cannot differentiate these: a forward edits buffers in place
         runner.backward((first + second).sum())
         return output, buffers
 
