@@ -172,7 +172,6 @@ def with_trainer(name: str, model: GPT, batches: list[Tensor], clock: Clock, arg
         **options,
     )
     trainer.fit(Pretrains(model), DataLoader(batches, batch_size=None))
-    clock.mark()
 
 
 def flops(model: GPT, args: argparse.Namespace) -> float:
