@@ -137,7 +137,7 @@ def check_model_summary_with_example_input() -> None:
     assert summary.in_sizes == [[2, 6], [2, 6], [2, 9]] and summary.out_sizes == [[2, 1], [2, 9], [2, 1]]
 
 
-def open_fault_deepcopy_while_sharded() -> None:
+def check_deepcopy_while_sharded() -> None:
     def look(module: Any) -> None:
         twin = copy.deepcopy(module.net)
         assert type(twin[0]).__name__ == "Linear" and isinstance(twin[0].weight, DTensor)

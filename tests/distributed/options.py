@@ -83,7 +83,7 @@ def check_bf16_mixed() -> None:
 
 
 @_float64
-def open_fault_inductor_equals_ddp() -> None:
+def check_inductor_equals_ddp() -> None:
     options = {"max_epochs": 1, "limit_val_batches": 0}
     other = fit_case("ddp", "mlp", **options)
     config = lts.CompileConfig(eager_random=True, on_error="raise")
@@ -94,7 +94,7 @@ def open_fault_inductor_equals_ddp() -> None:
         assert step["executors"].keys() == {"inductor"} and step["graphs"] == 1
 
 
-def open_fault_litgpt_under_inductor_equals_eager() -> None:
+def check_litgpt_under_inductor_equals_eager() -> None:
     options = {"max_epochs": 1, "limit_train_batches": 3, "batch_size": 2, "limit_val_batches": 0}
     eager = fit_case(thunder("zero3"), "litgpt", **options)
     inductor = fit_case(thunder("zero3", executors=["inductor"]), "litgpt", **options)
