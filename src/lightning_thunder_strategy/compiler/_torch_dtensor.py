@@ -46,6 +46,13 @@ def merge_equal_functions(gm: fx.GraphModule) -> None:
                 node.target = known.setdefault(key, node.target)
 
 
+def shard_key(tensor: DTensor) -> str:
+    """What a program over this rank's shard depends on: its sizes, its placements and the groups of its mesh."""
+    local, mesh = tensor._local_tensor, tensor.device_mesh
+    groups = [group.group_name for group in mesh.get_all_groups()] if mesh.get_coordinate() is not None else []
+    return repr((tuple(local.shape), local.stride(), tensor.placements, mesh.get_coordinate(), groups))
+
+
 def _hidden(function: Any) -> Optional[tuple[list[Any], dict[str, Any]]]:
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     if not all(name in names for name in _HIDDEN):

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler._torch_dtensor import shard_key
 from lightning_thunder_strategy.compiler.report import Program, warn
 from lightning_thunder_strategy.compiler.trace import Trace
 
@@ -38,8 +41,15 @@ def pipeline_key(parts: Sequence[Optional[str]]) -> Optional[str]:
 
 
 def program_key(trace: Trace, inputs: Sequence[Any], pipeline: str) -> str:
-    """The key of one acquired program under one pipeline."""
+    """The key of one acquired program under one pipeline, on this rank.
+
+    Torch's own key holds the global shapes of sharded inputs. What is compiled depends on more: the sizes of this
+    rank's shards, its place in the mesh, and the names by which collectives find their groups.
+    """
     described = [f"{item}" for item in trace.inputs]
+    described += [shard_key(value) for value in inputs if isinstance(value, DTensor)]
+    if dist.is_available() and dist.is_initialized():
+        described.append(f"rank {dist.get_rank()} of {dist.get_world_size()} in {dist.group.WORLD.group_name}")
     modes = (
         *(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.are_deterministic_algorithms_enabled()),
         *(torch.get_default_dtype(), len(inputs)),

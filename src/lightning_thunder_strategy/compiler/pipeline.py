@@ -175,7 +175,7 @@ class Pipeline:
             store,
         )
         spare = copy_program(gm) if key is not None and stored is None else None
-        compiled = differentiation.compile(gm, example_inputs, pipeline_key if key else None, functions)
+        compiled = differentiation.compile(gm, example_inputs, key, functions)
         if not program.executors:  # taken from the cache: none of our passes ran
             if stored is not None:
                 program.restore(stored)
