@@ -498,21 +498,15 @@ def no_node_metadata() -> contextlib.AbstractContextManager:
     return preserve_node_meta(enable=False)
 
 
-def compilers_found() -> Optional[str]:
-    """``None`` if Inductor finds what it compiles with on this machine, else the reason."""
-    if torch.cuda.is_available():
-        try:
-            import triton  # noqa: F401
-        except ImportError as error:
-            return str(error)
-        return None
+def cpp_compiler_problem() -> Optional[str]:
+    """Why Inductor finds no C++ compiler on this machine, or ``None`` if it finds one."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
     try:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
-        return str(error).splitlines()[0]
+        return f"TorchInductor finds no C++ compiler: {str(error).splitlines()[0].rstrip('.')}."
     return None
 
 

@@ -19,7 +19,7 @@ from lightning_thunder_strategy.compiler.pipeline import Agreement, Pipeline, Re
 from lightning_thunder_strategy.compiler.report import Record, recording
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.executors.base import Executor, FusionExecutor
-from lightning_thunder_strategy.executors.registry import resolve
+from lightning_thunder_strategy.executors.registry import auto, resolve
 
 T = TypeVar("T", bound=Union[nn.Module, Callable])
 
@@ -182,7 +182,9 @@ def make_pipeline(
         raise ValueError(
             f"cudagraphs=True needs the 'inductor' executor and no other that takes regions, and executors={names!r}."
         )
-    return Pipeline(resolved, transforms, config, modules, agree)
+    pipeline = Pipeline(resolved, transforms, config, modules, agree)
+    pipeline.auto_reason = auto()[1] if executors == "auto" else None
+    return pipeline
 
 
 def compile(

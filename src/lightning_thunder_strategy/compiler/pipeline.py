@@ -16,7 +16,7 @@ from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.differentiate import Differentiation, run_pass
 from lightning_thunder_strategy.compiler.report import Fallback, Program, Record, active_record, warn
 from lightning_thunder_strategy.compiler.surgery import copy_program
-from lightning_thunder_strategy.compiler.trace import Origin, Trace
+from lightning_thunder_strategy.compiler.trace import Decision, Origin, Trace
 from lightning_thunder_strategy.compiler.transform import ProgramRefusedError, Transform
 from lightning_thunder_strategy.executors.base import Executor
 
@@ -79,6 +79,7 @@ class Pipeline:
         self.config = config
         self.modules = dict(modules)
         self.prepare: Optional[Callable[[fx.GraphModule], None]] = None  # edits each graph before anything else
+        self.auto_reason: Optional[str] = None  # why these executors, if the user left the choice to us
         self._agree = agree
 
     @property
@@ -132,10 +133,20 @@ class Pipeline:
         if compiled is None or not agreed:
             self._eager(record, program, original, failure)
             compiled = None
+        self._say_executors(program, example_inputs)
         if self._agree is not None:
             names = {node: origin.name for node, origin in self._origins(original, example_inputs).items()}
             return self._agree.guarded(record, program, original, names, compiled)
         return original.forward if compiled is None else compiled
+
+    def _say_executors(self, program: Program, example_inputs: Sequence[Any]) -> None:
+        """The report says what ``executors="auto"`` has become, and why."""
+        if self.auto_reason is None:
+            return
+        devices = sorted({value.device.type for value in example_inputs if isinstance(value, torch.Tensor)})
+        names = ", ".join(executor.name for executor in self.executors)
+        where = f"on {', '.join(devices) or 'no tensors'}"
+        program.decisions.insert(0, Decision('executors="auto"', where, names, self.auto_reason))
 
     def _eager(
         self, record: Record, program: Program, original: fx.GraphModule, failure: Optional[BaseException]

@@ -33,8 +33,16 @@ class Executor:
     name: str = ""
 
     def unavailable(self) -> Optional[str]:
-        """Why this executor cannot run on this machine, with what to install, or ``None`` if it can."""
+        """Why this executor cannot run on this machine, in a sentence, or ``None`` if it can."""
         return None
+
+    def install_command(self) -> str:
+        """What to do so that it can run, such as ``pip install triton``; empty if nothing helps or is needed."""
+        return ""
+
+    def version(self) -> Optional[str]:
+        """The version of what it runs with, or ``None`` if that is not installed."""
+        return torch.__version__
 
     def nondeterministic(self, node: fx.Node) -> Optional[str]:
         """Why this executor's result for ``node`` may differ from run to run, or ``None`` if it does not.

@@ -3,10 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
+import torch
 from torch import fx
 
 from lightning_thunder_strategy.compiler import _torch_compat
 from lightning_thunder_strategy.executors.base import FusionExecutor
+from lightning_thunder_strategy.executors.packages import gpu_problem, import_problem
 
 
 class InductorExecutor(FusionExecutor):
@@ -19,7 +21,12 @@ class InductorExecutor(FusionExecutor):
     name = "inductor"
 
     def unavailable(self) -> Optional[str]:
-        return _torch_compat.compilers_found()
+        if not torch.cuda.is_available():
+            return _torch_compat.cpp_compiler_problem()
+        return import_problem("triton") or gpu_problem((7, 0))
+
+    def install_command(self) -> str:
+        return "pip install triton" if torch.cuda.is_available() else "apt install g++ (or any C++ compiler as $CXX)"
 
     def supports(self, node: fx.Node) -> Optional[str]:
         return None

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Union
+from typing import Optional, Union
+
+import torch
 
 from lightning_thunder_strategy.executors.base import Executor
 from lightning_thunder_strategy.executors.eager import EagerExecutor
@@ -20,12 +22,16 @@ class ExecutorInfo:
         available: Whether it can run on this machine.
         reason: If not, why.
         claims: What it takes.
+        version: Version of what it runs with, or ``None`` if that is not installed.
+        install: What to do so that it can run, or an empty string.
     """
 
     name: str
     available: bool
     reason: str
     claims: str
+    version: Optional[str] = None
+    install: str = ""
 
 
 def list_executors() -> list[ExecutorInfo]:
@@ -34,9 +40,19 @@ def list_executors() -> list[ExecutorInfo]:
     for name, factory in _FACTORIES.items():
         executor = factory()
         reason = executor.unavailable()
-        claims = (type(executor).__doc__ or "").strip().splitlines()[0]
-        result.append(ExecutorInfo(name, reason is None, reason or "", claims))
+        claims = (type(executor).__doc__ or "").strip().partition("\n")[0]
+        install = executor.install_command() if reason is not None else ""
+        result.append(ExecutorInfo(name, reason is None, reason or "", claims, executor.version(), install))
     return result
+
+
+def auto() -> tuple[list[str], str]:
+    """Which executors ``"auto"`` stands for on this machine, and why."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+    problem = InductorExecutor().unavailable()
+    if problem is not None:
+        return ["eager"], f"inductor cannot run here: {problem}"
+    return ["inductor", "eager"], f"inductor has the compiler it needs for {device}; others run when they are named"
 
 
 def resolve(executors: Union[str, Sequence[Union[str, Executor]]]) -> tuple[Executor, ...]:
@@ -46,14 +62,14 @@ def resolve(executors: Union[str, Sequence[Union[str, Executor]]]) -> tuple[Exec
         executors: ``"auto"`` (Inductor where it can run, else eager), or names and instances in priority order.
 
     Raises:
-        ValueError: If a name is unknown or cannot run here; the message lists every executor and its state.
+        ValueError: If one is unknown or cannot run here; the message lists every executor and its state.
     """
     if isinstance(executors, str):
         if executors != "auto":
             raise ValueError(
                 f'executors={executors!r} is not allowed: give "auto" or a list of names, such as ["inductor"].'
             )
-        executors = ["inductor"] if InductorExecutor().unavailable() is None else []
+        executors, _ = auto()
     if not isinstance(executors, Sequence) or not all(isinstance(item, (str, Executor)) for item in executors):
         raise ValueError(
             f'executors={executors!r} is not allowed: give "auto" or a list of names and instances of Executor. '
@@ -61,7 +77,7 @@ def resolve(executors: Union[str, Sequence[Union[str, Executor]]]) -> tuple[Exec
         )
     result: list[Executor] = []
     for item in executors:
-        executor = item if isinstance(item, Executor) else _by_name(item)
+        executor = _checked(item if isinstance(item, Executor) else _by_name(item))
         if any(executor.name == other.name for other in result):
             raise ValueError(f"executors={list(executors)!r} is not allowed: {executor.name!r} appears twice.")
         result.append(executor)
@@ -76,15 +92,21 @@ def resolve(executors: Union[str, Sequence[Union[str, Executor]]]) -> tuple[Exec
 def _by_name(name: str) -> Executor:
     if name not in _FACTORIES:
         raise ValueError(f"executors: {name!r} is not a known executor. Known here:\n{_table()}")
-    executor = _FACTORIES[name]()
+    return _FACTORIES[name]()
+
+
+def _checked(executor: Executor) -> Executor:
     reason = executor.unavailable()
     if reason is not None:
-        raise ValueError(f"executors: {name!r} cannot run here: {reason} Known here:\n{_table()}")
+        raise ValueError(f"executors: {executor.name!r} cannot run here: {reason} Known here:\n{_table()}")
     return executor
 
 
 def _table() -> str:
-    return "\n".join(
-        f"  {info.name}: {'available' if info.available else 'not available: ' + info.reason}"
-        for info in list_executors()
-    )
+    return "\n".join(f"  {info.name}: {_state(info)}" for info in list_executors())
+
+
+def _state(info: ExecutorInfo) -> str:
+    if info.available:
+        return "available"
+    return f"not available: {info.reason}{f' To install: {info.install}' if info.install else ''}"

@@ -1,0 +1,1 @@
+"""``python -m lightning_thunder_strategy``: commands."""
