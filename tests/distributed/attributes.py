@@ -35,9 +35,11 @@ class At(L.Callback):
         setattr(self, hook, call)
 
 
-def _during_training(function: Callable[[Any], None], case: str = "smooth", kind: str = "zero3", **options: Any) -> Any:
+def _during_training(
+    function: Callable[[Any], None], case: str = "smooth", kind: str = "zero3", executor: str = "eager", **options: Any
+) -> Any:
     callback = At("on_train_batch_start", function)
-    result = fit_case(thunder(kind), case, callbacks=[callback], **{**SHORT, **options})
+    result = fit_case(thunder(kind, executors=[executor]), case, callbacks=[callback], **{**SHORT, **options})
     assert callback.called
     return result
 
@@ -147,8 +149,17 @@ def check_deepcopy_while_sharded() -> None:
         with torch.no_grad():
             twin[0].weight.zero_()
         assert not torch.allclose(twin(x), module.net(x)), "the copy must use its own weights"
+        copied = copy.deepcopy(module.net)
+        for name, parameter in module.net.named_parameters():
+            if parameter.grad is not None:  # a gradient is copied with its parameter
+                gradient = dict(copied.named_parameters())[name].grad
+                assert gradient is not parameter.grad and whole(gradient).equal(whole(parameter.grad))
+                counts.append(name)
 
-    _during_training(look)
+    for executor in ("eager", "inductor"):
+        counts: list[str] = []
+        _during_training(look, executor=executor)
+        assert len(counts) == 4
 
 
 def check_pickle_while_sharded() -> None:

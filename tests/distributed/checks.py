@@ -7,13 +7,6 @@ import pytest
 
 from tests.distributed.ranks import run_ranks
 
-KNOWN_FAULTS = {
-    "options:check_inductor_equals_ddp": "open fault: AssertionError 'expected size 4==5' under inductor on two ranks",
-    "options:check_litgpt_under_inductor_equals_eager": "open fault: 'expected size 6==5' under inductor on two ranks",
-    "attributes:check_deepcopy_while_sharded": "open fault: 'copy_() on an invalid python storage'",
-}
-"""Checks that fail today and must not: skipped, with what happens."""
-
 
 def names(module: str) -> list[str]:
     """The checks of ``tests.distributed.<module>``: its functions called ``check_...``, in order."""
@@ -37,17 +30,14 @@ class Group:
     def parametrize(self) -> Any:
         """A decorator for ``def test(check)``."""
         checks = [f"{module}:{name}" for module in self._modules for name in names(module)]
-        params = [
-            pytest.param(name, marks=pytest.mark.skip(reason=KNOWN_FAULTS[name])) if name in KNOWN_FAULTS else name
-            for name in checks
-        ]
-        return pytest.mark.parametrize("check", params, ids=[name.split("check_")[1] for name in checks])
+        return pytest.mark.parametrize("check", checks, ids=[name.split("check_")[1] for name in checks])
 
     def assert_passed(self, check: str, request: pytest.FixtureRequest) -> None:
         """Assert that ``check`` passed on every rank."""
         if self._results is None:
-            found = [item.callspec.params["check"] for item in request.session.items if _same_test(item, request.node)]
-            selected = [name for name in found if name not in KNOWN_FAULTS]
+            selected = [
+                item.callspec.params["check"] for item in request.session.items if _same_test(item, request.node)
+            ]
             self._results = run_ranks(*selected, check=False, **self._options)
         failures = [f"rank {rank}:\n{text}" for rank, text in enumerate(self._results[check]) if text is not None]
         assert not failures, "\n".join(failures)

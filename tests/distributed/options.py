@@ -1,5 +1,10 @@
 """Checks of Trainer options and precisions on two ranks against Lightning's own strategies."""
 
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,14 +89,40 @@ def check_bf16_mixed() -> None:
 
 @_float64
 def check_inductor_equals_ddp() -> None:
+    """Also where the programs come from the compile cache: the ranks' shards differ in size, so their programs do."""
+    with _compile_cache_of_this_group():
+        _check_inductor_equals_ddp("ddp", "zero3")
+        torch._dynamo.reset()
+        _check_inductor_equals_ddp("zero3", cached=True)
+
+
+@contextmanager
+def _compile_cache_of_this_group() -> Iterator[None]:
+    """An empty folder for compiled programs, the same on all ranks."""
+    folders = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
+    torch.distributed.broadcast_object_list(folders)
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folders[0]
+    try:
+        yield
+    finally:
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR")
+        if before is not None:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = before
+        torch.distributed.barrier()
+        shutil.rmtree(folders[0], ignore_errors=True)
+
+
+def _check_inductor_equals_ddp(*kinds: str, cached: bool = False) -> None:
     options = {"max_epochs": 1, "limit_val_batches": 0}
     other = fit_case("ddp", "mlp", **options)
     config = lts.CompileConfig(eager_random=True, on_error="raise")
-    for kind in ("ddp", "zero3"):
+    for kind in kinds:
         result = fit_case(thunder(kind, executors=["inductor"], compile=config), "mlp", **options)
         assert_equal_results(result, other, rtol=1e-7, atol=1e-9)
         step = lts.explain(result.trainer).to_dict()["steps"]["training_step"]
         assert step["executors"].keys() == {"inductor"} and step["graphs"] == 1
+        assert step["from_cache"] == cached
 
 
 def check_litgpt_under_inductor_equals_eager() -> None:

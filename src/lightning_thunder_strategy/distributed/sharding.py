@@ -4,6 +4,7 @@ Each module gets a class of its own (same name, a subclass of the user's class) 
 properties. Nothing else of the module changes: parameters, buffers, hooks and state-dict keys stay where they are.
 """
 
+import copy
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -213,10 +214,20 @@ def _parallel_class(original: type, names: tuple[str, ...], scheme: Scheme, accu
     def reduce(self: nn.Module, protocol: Any) -> Any:
         return _rebuild, (original, names, scheme), self.__getstate__()
 
+    def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        for parameter in self._parameters.values():
+            _copy_parameter(parameter, memo)
+        if hasattr(original, "__deepcopy__"):
+            return original.__deepcopy__(self, memo)
+        made = memo[id(self)] = _rebuild(original, names, scheme)
+        made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return made
+
     _torch_compat.never_a_program(call, named_parameters, get_parameter, load_from_state_dict)
     namespace: dict[str, Any] = {
         "__call__": call,
         "__reduce_ex__": reduce,
+        "__deepcopy__": deepcopy,
         "_load_from_state_dict": load_from_state_dict,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
@@ -265,6 +276,20 @@ def _flat_weights(self: nn.RNNBase) -> list[Any]:
 def _rebuild(original: type, names: tuple[str, ...], scheme: Scheme) -> nn.Module:
     """Deepcopy and pickle make a parallelized module again."""
     return object.__new__(_parallel_class(original, names, scheme, Accumulation()))
+
+
+def _copy_parameter(parameter: Optional[nn.Parameter], memo: dict[int, Any]) -> None:
+    """Copy a parameter and its gradient. Torch's own copy fails (2.13) on a sharded gradient that is a part of a larger
+    tensor, as those of merged collectives are: it takes the part's offset for a pointer."""
+    if parameter is None or id(parameter) in memo:
+        return
+    gradient, parameter.grad = parameter.grad, None
+    try:
+        made = copy.deepcopy(parameter, memo)
+    finally:
+        parameter.grad = gradient
+    if gradient is not None:
+        made.grad = gradient.detach().clone()
 
 
 # ------------------------------------------------------------------------------------------------------- refusals
