@@ -19,12 +19,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
+from unittest import mock
 
 import torch
-from torch.testing._internal import common_methods_invocations
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 import lightning_thunder_strategy as lts
+
+with mock.patch("torch.backends.disable_global_flags"):  # or no other test in this process could set cudnn's flags
+    from torch.testing._internal import common_methods_invocations
 
 SAMPLES = 2
 TOLERANCES = {torch.float64: (1e-7, 1e-7), torch.float32: (1e-4, 1e-4), torch.bfloat16: (2e-2, 2e-2)}

@@ -49,3 +49,8 @@ def test_a_wrong_value_is_found(name: str) -> None:
 
 def test_an_operator_that_cannot_be_one_program_is_counted_as_declined() -> None:
     assert check(operators(["nn.functional.ctc_loss"])[0], torch.float32).result == "declined"
+
+
+def test_other_tests_of_this_process_can_still_set_flags() -> None:
+    assert not torch.backends.flags_frozen()
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark
