@@ -25,9 +25,11 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/python examples/pretrain_text.py
 
+# JOBS processes, each with files of its own; one thread each, as many of them start processes too.
+JOBS ?= 2
 test: setup
 	$(BIN)/ruff check $(SOURCES)
-	$(BIN)/python -m pytest tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile --durations 40
 
 # Lightning's own tests with our strategies: make conformance LIGHTNING_SRC=<a checkout of Lightning>
 conformance: setup
