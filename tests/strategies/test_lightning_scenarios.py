@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from lightning.fabric.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import Strategy
@@ -50,6 +51,17 @@ def test_the_backward_that_the_trainer_calls_can_be_watched() -> None:
     with mock.patch.object(Strategy, "backward", wraps=trainer.strategy.backward) as watched:
         trainer.fit(Linear(), classification_data())
     assert watched.call_count == 3
+
+
+def test_the_base_class_hears_of_an_exception() -> None:
+    class Fails(Linear):
+        def on_fit_start(self) -> None:
+            raise error
+
+    error = RuntimeError("in a hook")
+    with mock.patch.object(Strategy, "on_exception") as watched, pytest.raises(RuntimeError, match="in a hook"):
+        make_trainer(thunder_trainer(compile="off"), max_epochs=1).fit(Fails(), classification_data())
+    watched.assert_called_once_with(error)
 
 
 class Manual(Linear):

@@ -5,18 +5,22 @@ import errno
 import os
 import shutil
 import sys
-import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from lightning_thunder_strategy.distributed.leftovers import hidden_name, stale
 
 _RENAME_EXCHANGE = 2
 _AT_FDCWD = -100
 
 
 def beside(path: Path) -> Path:
-    """A new hidden name in the same folder, for writing before renaming."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.partial")
+    """A new hidden name in the same folder, for writing before renaming. What killed processes left there goes."""
+    for item in stale(path.parent):
+        with suppress(OSError):  # another process removes it too, or may not
+            remove(item)
+    return hidden_name(path)
 
 
 @contextmanager
@@ -49,7 +53,7 @@ def swap_in(new: Path, path: Path) -> None:
         os.replace(new, path)
         return
     if not _exchange(new, path):  # a file system without exchange: the old one is away for a moment
-        old = beside(path)
+        old = hidden_name(path, "old")
         os.replace(path, old)
         os.replace(new, path)
         remove(old)
@@ -68,7 +72,7 @@ def remove(path: Path) -> None:
 def vanish(path: Path) -> None:
     """Remove a file or folder; at no moment a part of a folder is there under its name."""
     if path.is_dir() and not path.is_symlink():
-        hidden = beside(path)
+        hidden = hidden_name(path)
         os.replace(path, hidden)
         path = hidden
     remove(path)

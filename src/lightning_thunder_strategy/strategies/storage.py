@@ -1,6 +1,7 @@
 """Writes and reads checkpoints for all ranks: a file from rank zero, or a folder with a shard from each."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Optional, Protocol
 
@@ -9,7 +10,8 @@ from lightning.fabric.utilities.cloud_io import _load as load_anywhere
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_thunder_strategy.distributed import checkpoint as states
-from lightning_thunder_strategy.distributed.files import beside, flush, remove, replacing, swap_in
+from lightning_thunder_strategy.distributed.files import beside, flush, remove, replacing, swap_in, vanish
+from lightning_thunder_strategy.distributed.liveness import Heartbeats
 
 
 class Ranks(Protocol):
@@ -36,17 +38,39 @@ def write_file(ranks: Ranks, path: Path, write: Callable[[Path], None]) -> None:
     """Let rank zero write one file beside ``path`` and move it there. Every rank calls it.
 
     Raises:
-        CheckpointWriteError: On every rank, if rank zero could not write.
+        CheckpointWriteError: On every rank, if rank zero could not write; on the others, if a rank was lost.
     """
+    with _beside(ranks, path) as temporary:
 
-    def write_beside() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, beside(path)) as temporary:
-            write(temporary)
+        def write_beside() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path, temporary):
+                write(temporary)
 
-    error = _on_rank_zero(ranks, write_beside)
+        error = _on_rank_zero(ranks, write_beside)
     if error is not None:
         raise CheckpointWriteError(f"The checkpoint {path} could not be written: {error}")
+
+
+@contextmanager
+def _beside(ranks: Ranks, path: Path) -> Iterator[Path]:
+    """A hidden name that all ranks know. If one is lost inside, the others say which, and what was written goes."""
+    temporary = Path(ranks.broadcast(str(beside(path)) if ranks.is_global_zero else None))
+    with Heartbeats(temporary.name) as beats:
+        try:
+            yield temporary
+        except Exception as failure:
+            lost = beats.lost()
+            if not lost:
+                raise
+            if 0 in lost:  # which would have done it; its name goes first, in case that it lives and completes
+                with suppress(OSError):
+                    vanish(temporary)
+            raise CheckpointWriteError(
+                f"Rank {', '.join(map(str, lost))} ended or stopped while the checkpoint {path} was saved. "
+                "What is at this path is whole: the new checkpoint or the one before. See the output of that rank, and "
+                "start again from the last checkpoint."
+            ) from failure
 
 
 def _on_rank_zero(ranks: Ranks, function: Callable[[], None]) -> Optional[str]:
@@ -70,19 +94,19 @@ def write_folder(ranks: Ranks, path: Path, state: Mapping[str, Any], metadata: M
     """Let every rank write its shards into a folder beside ``path`` and move it there. Every rank calls it.
 
     Raises:
-        CheckpointWriteError: On every rank, if one could not write.
+        CheckpointWriteError: On every rank, if one could not write; on the others, if a rank was lost.
     """
-    temporary = Path(ranks.broadcast(str(beside(path))))
-    try:
-        error = _on_rank_zero(ranks, lambda: temporary.mkdir(parents=True))
-        if error is None:
-            error = _failure(lambda: states.save_sharded(temporary, state, metadata, main=ranks.is_global_zero))
-            error = ranks.broadcast(error)  # a failure to write shards is known on all ranks, one of the rest on zero
-        if error is None:
-            error = _on_rank_zero(ranks, lambda: _finish(temporary, path))
-    finally:
-        if ranks.is_global_zero:
-            remove(temporary)
+    with _beside(ranks, path) as temporary:
+        try:
+            error = _on_rank_zero(ranks, lambda: temporary.mkdir(parents=True))
+            if error is None:
+                error = _failure(lambda: states.save_sharded(temporary, state, metadata, main=ranks.is_global_zero))
+                error = ranks.broadcast(error)  # a failure to write shards is known on all ranks, one of the rest on 0
+            if error is None:
+                error = _on_rank_zero(ranks, lambda: _finish(temporary, path))
+        finally:
+            if ranks.is_global_zero:
+                remove(temporary)
     if error is not None:
         raise CheckpointWriteError(f"The checkpoint {path} could not be written: {error}")
 

@@ -130,6 +130,7 @@ class CompiledStepsStrategy(Strategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         self._engine.failed = True
         if isinstance(exception, RuntimeError) and "double backward" in str(exception):
             exception.args = (f"{_DIFFERENTIATED_TWICE} ({exception})",)
