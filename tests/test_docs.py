@@ -65,10 +65,14 @@ def test_examples_in_the_text_are_valid(page: Path) -> None:
         yaml.safe_load(block)
 
 
-def test_the_page_about_traces_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("page", ["traces.md", "executors.md"])
+def test_pages_with_programs_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lightning_thunder_strategy.executors import registry
+
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(registry, "_REGISTERED", {})
     namespace: dict = {}
-    for number, block in enumerate(code_blocks(ROOT / "docs/traces.md", "python")):
+    for number, block in enumerate(code_blocks(ROOT / "docs" / page, "python")):
         file = tmp_path / f"block{number}.py"
         file.write_text(block)
         exec(compile(block, str(file), "exec"), namespace)

@@ -63,6 +63,13 @@ def test_the_demo_learns_and_its_checkpoint_is_that_of_a_plain_model(tmp_path: P
     assert torch.load(tmp_path / "checkpoints/pretrain_text.ckpt", weights_only=True)["global_step"] == 60
 
 
+def test_an_operator_and_a_fusion_executor_of_ones_own(tmp_path: Path) -> None:
+    output = run(str(EXAMPLES / "own_operator.py"), folder=tmp_path)
+    assert "swish runs silu" in output and "swish declined silu (1 time): it takes matrices" in output
+    assert re.search(r"operations: .*swish 3, pointwise \d", output)
+    assert float(re.search(r"largest difference from eager PyTorch, loss and gradients: (\S+)", output)[1]) < 1e-5
+
+
 @pytest.mark.timeout(300)
 def test_litgpt_pretrains_under_torchrun_and_its_model_file_is_plain(tmp_path: Path) -> None:
     options = ["--steps", "4", "--length", "32", "--executors", "eager"]

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from lightning_thunder_strategy.compiler import _torch_compat
-from lightning_thunder_strategy.compiler.claims import claimed_by, operation_name
+from lightning_thunder_strategy.compiler.claims import claimed_by, operation_name, runs_in_region
 from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.events import first_line
@@ -107,7 +107,8 @@ class _Dispatch:
                     raise
                 failure = error
             else:
-                self._program.executors[whole.executor] += len(program)
+                for part in program:
+                    self._program.executors[runs_in_region(part.operation, whole.executor)] += 1
                 self._program.traces.append(record)
                 return compiled
         return self._run_regions(spare, program, failure)
@@ -167,7 +168,9 @@ class _Dispatch:
         _allow_other_strides(part.operation for part in program if part not in inside)
         self._program.traces.append(self._record(gm, regions))
         for part in program:
-            name = self._name(part.executor) if part in inside else claimed_by(part.operation)
+            name = claimed_by(part.operation)
+            if part in inside:
+                name = runs_in_region(part.operation, self._name(part.executor))
             self._program.executors[name] += 1
         self._warn()
         if not regions:
@@ -284,7 +287,9 @@ class _Dispatch:
 
         def program_of(label: str, nodes: Sequence[fx.Node]) -> nn.Module:
             extracted, _ = extract(gm, nodes, names)
-            extracted.meta["lts_executor"] = executors[tuple(nodes)]
+            runner = executors[tuple(nodes)]
+            operations = filter(is_operation, extracted.graph.nodes)
+            extracted.meta["lts_executors"] = {node: runs_in_region(node, runner) for node in operations}
             return extracted
 
         final, copies = assemble(gm, self._labelled(regions), program_of)

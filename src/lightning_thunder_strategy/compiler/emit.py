@@ -133,7 +133,7 @@ class _Emitter:
             if node.op == "output":
                 lines += self._return(node.args[0], names, notes.outputs)
                 continue
-            source = _source_line(node)
+            source = source_line(node)
             if source is not None and source != where:
                 lines.append(f"# {source}")
                 where = source
@@ -171,9 +171,8 @@ class _Emitter:
         """The name of the function that a nested program is printed as."""
         if id(gm) not in self._function_names:
             self._function_names[id(gm)] = unique = self.expressions.unique(identifier(name))
-            runner = gm.meta.get("lts_executor")
-            operations = [node for node in gm.graph.nodes if node.op == "call_function"] if runner else []
-            self.functions.append(self._function(unique, gm, Notes(operations=dict.fromkeys(operations, runner)))[0])
+            notes = Notes(operations=gm.meta.get("lts_executors", {}))
+            self.functions.append(self._function(unique, gm, notes)[0])
         return self._function_names[id(gm)]
 
     # ----------------------------------------------------------------------------------------------- expressions
@@ -275,7 +274,7 @@ def _described(node: fx.Node) -> str:
     return type_text(node_value(node)) if node_value(node) is not None else "object"
 
 
-def _source_line(node: fx.Node) -> Optional[str]:
+def source_line(node: fx.Node) -> Optional[str]:
     """``file.py:12 in forward: code`` for the innermost user line a node came from."""
     matches = re.findall(
         r'File "([^"]+)", line (\d+), in (\S+)\n\s*(.*)', node.meta.get("stack_trace") or node.stack_trace or ""

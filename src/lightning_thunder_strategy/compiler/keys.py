@@ -30,6 +30,22 @@ def object_key(instance: Any, base: type) -> Optional[str]:
     return f"{':'.join(map(str, classes))}:{options}"
 
 
+def function_key(function: Any) -> Optional[str]:
+    """A text that is equal for two functions only if they have equal code in equal files.
+
+    ``None`` if a function cannot be told apart by a key: it closes over something, or has no file.
+    """
+    if not inspect.isfunction(function) or function.__module__ is None:
+        return None
+    try:
+        file = Path(inspect.getfile(function))
+        parts = [function.__module__, function.__qualname__, _file_hash(file, file.stat().st_mtime_ns)]
+    except (OSError, TypeError):
+        return None
+    code = _member_key(function)
+    return None if code is None else ":".join([*parts, code])
+
+
 def plain(value: Any) -> Optional[str]:
     """A plain value as a text that is the same in every process, or ``None`` if it is not plain."""
     if isinstance(value, (tuple, list)):

@@ -198,7 +198,7 @@ class Pipeline:
         for transform in self.transforms:
             if type(transform).acquired is not Transform.acquired:
                 run_pass(program, transform, lambda t: t.acquired(trace), [trace])
-        functions = claim_operators(trace, self.executors, program.claims)
+        functions = claim_operators(trace, self.executors, program, self.config)
         for transform in self.transforms:
             functions.update(transform.functions)
         if functions:

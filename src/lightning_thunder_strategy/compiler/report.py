@@ -160,6 +160,11 @@ class Record:
                 newest[program.function] = program
         return list(newest.values())
 
+    def _claims(self) -> list[dict[str, Any]]:
+        """Each decision once, with how often it was taken."""
+        counts = Counter(claim for program in self._of_one_step() for claim in program.claims)
+        return [{**asdict(claim), "count": count} for claim, count in counts.items()]
+
     def all_fallbacks(self) -> list[Fallback]:
         return [*self.fallbacks, *(item for program in self.programs for item in program.fallbacks)]
 
@@ -189,6 +194,7 @@ class Record:
             "executors": dict(executors),
             "collectives": collectives,
             "decisions": [asdict(item) for program in self._of_one_step() for item in program.decisions],
+            "claims": self._claims(),
             "from_cache": bool(self.programs) and all(program.from_cache for program in self.programs),
         }
 

@@ -51,6 +51,7 @@ def _step_lines(step: dict[str, Any]) -> list[str]:
             texts = [f"{item['count']} {item['op']} of {size_text(item['bytes'])}" for item in items]
             lines.append(f"collectives in the {stage}: {', '.join(texts)}")
     lines += decision_lines(step["decisions"])
+    lines += _claim_lines(step["claims"])
     lines += [f"break at {item['file']}:{item['line']}: {item['reason']}" for item in step["graph_breaks"]]
     lines += [f"recompiled: {item['reason']}" for item in step["recompiles"]]
     return lines
@@ -66,6 +67,19 @@ def decision_lines(decisions: Sequence[dict[str, str]]) -> list[str]:
         f"{names[0] if len(names) == 1 else f'{pattern} ({len(names)} times)'}, {what}"
         for (pattern, what), names in groups.items()
     ]
+
+
+def _claim_lines(claims: Sequence[dict[str, Any]]) -> list[str]:
+    """What executors took and declined: operations with the same reason are one line."""
+    groups: dict[tuple[str, str, str], list[str]] = {}
+    for claim in claims:
+        key = (claim["executor"], "runs" if claim["accepted"] else "declined", claim["reason"])
+        groups.setdefault(key, []).append(f"{claim['operation']} ({_count(claim['count'], 'time')})")
+    lines = []
+    for (executor, verb, reason), names in groups.items():
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        lines.append(f"{executor} {verb} {', '.join(names[:3])}{more}{f': {reason}' if reason else ''}")
+    return lines
 
 
 def _count(number: int, noun: str) -> str:

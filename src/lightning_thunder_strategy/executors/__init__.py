@@ -1,7 +1,8 @@
 """What runs the parts of a program: ``lts.executors.list()`` shows them."""
 
-from lightning_thunder_strategy.executors.base import Claim, Executor, FusionExecutor, OperatorExecutor
+from lightning_thunder_strategy.executors.base import Claim, Executor, FusionExecutor, OperatorExecutor, Replacement
+from lightning_thunder_strategy.executors.registration import register
 from lightning_thunder_strategy.executors.registry import ExecutorInfo
 from lightning_thunder_strategy.executors.registry import list_executors as list
 
-__all__ = ["Claim", "Executor", "ExecutorInfo", "FusionExecutor", "OperatorExecutor", "list"]
+__all__ = ["Claim", "Executor", "ExecutorInfo", "FusionExecutor", "OperatorExecutor", "Replacement", "list", "register"]

@@ -1,7 +1,7 @@
 """What an executor is: something that runs parts of a program."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Optional
 
 import torch
@@ -62,14 +62,33 @@ def declined_as_nondeterministic(executor: Executor, node: fx.Node) -> Optional[
     return None if reason is None else f"it is not deterministic: {reason}"
 
 
+@dataclass(frozen=True)
+class Replacement:
+    """A function that runs an operation with other arguments than the operation has.
+
+    Attributes:
+        function: The function.
+        args: Its arguments: plain values, and values of the program that come before the operation.
+        kwargs: Its keyword arguments.
+        covers: Earlier operations whose work the function does too, in the order of the program; they are removed.
+            Nothing else may use them.
+    """
+
+    function: Callable
+    args: tuple = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    covers: tuple[fx.Node, ...] = ()
+
+
 class OperatorExecutor(Executor):
     """Claims torch-level operations before autograd."""
 
-    def replacement(self, node: fx.Node) -> "Callable | str":
+    def replacement(self, node: fx.Node) -> "Callable | Replacement | str":
         """The function that runs ``node`` instead, with the same arguments, or the reason why this executor declines.
 
         The function must be differentiable (plain torch operations, a ``torch.autograd.Function`` or a
-        ``torch.library`` operator) and importable, or the program is not written to the compile cache.
+        ``torch.library`` operator) and importable, or the program is not written to the compile cache. It is tried
+        on fake tensors first; if it fails there, the next executor is asked.
         ``node.meta["example_value"]`` holds a fake tensor with the shape, dtype and device of the result.
         """
         raise NotImplementedError

@@ -10,7 +10,8 @@ from lightning_thunder_strategy.executors.base import Executor
 from lightning_thunder_strategy.executors.eager import EagerExecutor
 from lightning_thunder_strategy.executors.inductor import InductorExecutor
 
-_FACTORIES: dict[str, Callable[[], Executor]] = {"inductor": InductorExecutor, "eager": EagerExecutor}
+_OURS: dict[str, Callable[[], Executor]] = {"inductor": InductorExecutor}
+_REGISTERED: dict[str, Callable[[], Executor]] = {}
 
 
 @dataclass(frozen=True)
@@ -34,13 +35,28 @@ class ExecutorInfo:
     install: str = ""
 
 
+def _factories() -> dict[str, Callable[[], Executor]]:
+    return {**_OURS, **_REGISTERED, "eager": EagerExecutor}
+
+
+def add(name: str, factory: Callable[[], Executor]) -> None:
+    """Make a user's executor known by ``name``; one of that name that was added before is replaced.
+
+    Raises:
+        ValueError: If the name is one of ours.
+    """
+    if name in _OURS or name == "eager":
+        raise ValueError(f"register({name!r}) is not allowed: this is the name of an executor of ours; choose another.")
+    _REGISTERED[name] = factory
+
+
 def list_executors() -> list[ExecutorInfo]:
     """Every known executor, available or not, and what it claims."""
     result = []
-    for name, factory in _FACTORIES.items():
+    for name, factory in _factories().items():
         executor = factory()
         reason = executor.unavailable()
-        claims = (type(executor).__doc__ or "").strip().partition("\n")[0]
+        claims = (executor.__doc__ or "").strip().partition("\n")[0]
         install = executor.install_command() if reason is not None else ""
         result.append(ExecutorInfo(name, reason is None, reason or "", claims, executor.version(), install))
     return result
@@ -90,9 +106,9 @@ def resolve(executors: Union[str, Sequence[Union[str, Executor]]]) -> tuple[Exec
 
 
 def _by_name(name: str) -> Executor:
-    if name not in _FACTORIES:
+    if name not in _factories():
         raise ValueError(f"executors: {name!r} is not a known executor. Known here:\n{_table()}")
-    return _FACTORIES[name]()
+    return _factories()[name]()
 
 
 def _checked(executor: Executor) -> Executor:
