@@ -227,10 +227,27 @@ def test_a_bad_value_is_a_readable_error(
     assert all(word in text for word in words), text
 
 
-def test_an_unknown_executor_is_named_with_those_that_exist(tmp_path: Path) -> None:
-    strategy = {"class_path": f"{PACKAGE}.ThunderStrategy", "init_args": {"executors": ["nvfuzer"]}}
-    with pytest.raises(ValueError, match=r"(?s)'nvfuzer' is not a known executor.*inductor.*eager"):
-        cli("--config", written(tmp_path, strategy))
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"executors": ["nvfuzer"]}, "executors: 'nvfuzer' is not a known executor"),
+        ({"prefetch": -1}, "prefetch=-1 is not allowed: give how many gathers start early, 0 or more."),
+        ({"replicas": 0}, "replicas=0 is not allowed"),
+        ({"compile": "off", "reduce_dtype": "bfloat16"}, "reduce_dtype='bfloat16' is a property of compiled programs"),
+    ],
+)
+def test_what_a_constructor_refuses_is_an_error_of_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture, options: dict, words: str
+) -> None:
+    """Values that parse, and that only the strategy knows to be wrong: one line, no traceback."""
+    config = written(tmp_path, {"class_path": f"{PACKAGE}.ThunderFSDPStrategy", "init_args": options})
+    text = error_of(capsys, "--config", config)
+    assert f"error: ThunderFSDPStrategy: {words}" in " ".join(text.split()) and "Traceback" not in text, text
+    with pytest.raises(ValueError, match=re.escape(words)):
+        cli("--config", config, parser_kwargs={"exit_on_error": False})
+    if "compile" not in options:
+        with pytest.raises(ValueError, match=re.escape(words.split(":")[0])):
+            lts.ThunderFSDPStrategy(**options)
 
 
 def test_a_model_trains_from_a_config(tmp_path: Path) -> None:

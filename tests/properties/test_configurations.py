@@ -144,8 +144,12 @@ def test_yaml_is_parsed_or_refused_in_one_message(strategy: Any) -> None:
     if not hasattr(chosen, "class_path") or not chosen.class_path.startswith("lightning_thunder_strategy."):
         return  # a name, which the Trainer looks up
     try:
-        made = parser().instantiate_classes(parsed).trainer.strategy
-    except Exception as error:
+        with redirect_stderr(errors):
+            made = parser().instantiate_classes(parsed).trainer.strategy
+    except (Exception, SystemExit) as error:
+        if isinstance(error, SystemExit):
+            error = error.__context__
+            assert f"error: {chosen.class_path.rpartition('.')[2]}: {error}" in errors.getvalue()
         assert_clear(error, [*(given_options if isinstance(given_options, dict) else {}), *CONFIG, "strategy"])
         return
     assert type(made) in STRATEGIES

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from lightning.pytorch.plugins import HalfPrecision, MixedPrecision, Precision
 
+from lightning_thunder_strategy.compiler.refusals import told_by_the_parser
 from lightning_thunder_strategy.precision import options
 
 
@@ -29,6 +30,7 @@ class ThunderPrecision(options.LowPrecision, Precision):
         "32-true": lambda device: Precision(),
     }
 
+    @told_by_the_parser
     def __init__(
         self,
         precision: options.Precision = "fp8",

@@ -12,6 +12,7 @@ from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from torch import nn
 from typing_extensions import override
 
+from lightning_thunder_strategy.compiler.refusals import told_by_the_parser
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.distributed import sharding as parameters
 from lightning_thunder_strategy.strategies.engine import Engine
@@ -51,6 +52,7 @@ class ThunderStrategy(CompiledModulesStrategy, SingleDeviceStrategy):
 
     strategy_name = "thunder"
 
+    @told_by_the_parser
     def __init__(
         self,
         executors: Executors = "auto",
@@ -122,6 +124,7 @@ class ThunderDDPStrategy(_Distributed):
 
     strategy_name = "thunder_ddp"
 
+    @told_by_the_parser
     def __init__(
         self,
         executors: Executors = "auto",
@@ -185,6 +188,7 @@ class ThunderFSDPStrategy(_Distributed):
 
     strategy_name = "thunder_fsdp"
 
+    @told_by_the_parser
     def __init__(
         self,
         sharding: Sharding = "zero3",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_thunder_strategy.compiler.refusals import told_by_the_parser
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.distributed import sharding as parameters
 from lightning_thunder_strategy.distributed.accumulation import Accumulation
@@ -58,6 +59,7 @@ class ThunderStrategy(CompiledStepsStrategy, SingleDeviceStrategy):
 
     strategy_name = "thunder"
 
+    @told_by_the_parser
     def __init__(
         self,
         executors: Executors = "auto",
@@ -187,6 +189,7 @@ class ThunderDDPStrategy(_Distributed):
 
     strategy_name = "thunder_ddp"
 
+    @told_by_the_parser
     def __init__(
         self,
         executors: Executors = "auto",
@@ -253,6 +256,7 @@ class ThunderFSDPStrategy(_Distributed):
 
     strategy_name = "thunder_fsdp"
 
+    @told_by_the_parser
     def __init__(
         self,
         sharding: Sharding = "zero3",
