@@ -162,14 +162,14 @@ def save_sharded(folder: Path, state: Mapping[str, Any], metadata: Mapping[str, 
         metadata: The rest; taken from the ``main`` rank.
         main: Whether this is rank zero.
     """
-    with _alone_or_together() as no_dist:
+    with alone_or_together() as no_dist:
         dcp.save(dict(state), checkpoint_id=folder, no_dist=no_dist)
     if main:
         torch.save(dict(metadata), folder / METADATA_FILENAME)
 
 
 @contextmanager
-def _alone_or_together() -> Iterator[bool]:
+def alone_or_together() -> Iterator[bool]:
     """Whether to write and read without communication. Torch's warning that one process is alone is left out."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
@@ -208,7 +208,7 @@ def load_sharded(
             like = by_name.get(path[2])
         flat[key] = _empty(description, like)
     state = _nest(flat, stored.planner_data or {})
-    with _alone_or_together() as no_dist, clear_errors():
+    with alone_or_together() as no_dist, clear_errors():
         dcp.load(state, storage_reader=reader, planner=planner, no_dist=no_dist)
     metadata = torch.load(folder / METADATA_FILENAME, map_location="cpu", weights_only=weights_only)
     return state, metadata
