@@ -1,8 +1,21 @@
 """What runs the parts of a program: ``lts.executors.list()`` shows them."""
 
 from lightning_thunder_strategy.executors.base import Claim, Executor, FusionExecutor, OperatorExecutor, Replacement
+from lightning_thunder_strategy.executors.chunked_loss import ChunkedLossExecutor
 from lightning_thunder_strategy.executors.registration import register
 from lightning_thunder_strategy.executors.registry import ExecutorInfo
 from lightning_thunder_strategy.executors.registry import list_executors as list
+from lightning_thunder_strategy.executors.sdpa import SdpaExecutor
 
-__all__ = ["Claim", "Executor", "ExecutorInfo", "FusionExecutor", "OperatorExecutor", "Replacement", "list", "register"]
+__all__ = [
+    "ChunkedLossExecutor",
+    "Claim",
+    "Executor",
+    "ExecutorInfo",
+    "FusionExecutor",
+    "OperatorExecutor",
+    "Replacement",
+    "SdpaExecutor",
+    "list",
+    "register",
+]

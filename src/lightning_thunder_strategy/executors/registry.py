@@ -7,10 +7,16 @@ from typing import Optional, Union
 import torch
 
 from lightning_thunder_strategy.executors.base import Executor
+from lightning_thunder_strategy.executors.chunked_loss import ChunkedLossExecutor
 from lightning_thunder_strategy.executors.eager import EagerExecutor
 from lightning_thunder_strategy.executors.inductor import InductorExecutor
+from lightning_thunder_strategy.executors.sdpa import SdpaExecutor
 
-_OURS: dict[str, Callable[[], Executor]] = {"inductor": InductorExecutor}
+_OURS: dict[str, Callable[[], Executor]] = {
+    "sdpa": SdpaExecutor,
+    "chunked_loss": ChunkedLossExecutor,
+    "inductor": InductorExecutor,
+}
 _REGISTERED: dict[str, Callable[[], Executor]] = {}
 
 
