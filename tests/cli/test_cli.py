@@ -83,7 +83,7 @@ EVERY_OPTION = {
     "transforms": [{"class_path": "tests.cli.test_cli.Renames", "init_args": {"prefix": "y", "count": 3}}],
     "compile": {
         "mode": "forward", "fullgraph": True, "dynamic": True, "cudagraphs": False, "on_error": "raise",
-        "eager_random": True,
+        "eager_random": True, "fuel": 50,
     },
     "unshard_on_teardown": True,
     "state_dict_type": "sharded",
@@ -108,7 +108,7 @@ def assert_every_option(strategy: Any) -> None:
     assert options.executors == ["inductor", "eager"]
     assert options.transforms == (Renames("y", 3),)
     assert strategy.compile_config == lts.CompileConfig(
-        mode="forward", fullgraph=True, dynamic=True, cudagraphs=False, on_error="raise", eager_random=True
+        mode="forward", fullgraph=True, dynamic=True, cudagraphs=False, on_error="raise", eager_random=True, fuel=50
     )
     assert (options.unshard_on_teardown, options.state_dict_type, options.report) == (True, "sharded", True)
     assert options.nonfinite_gradients == "raise"

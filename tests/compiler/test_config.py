@@ -19,6 +19,8 @@ from tests.compiler.executors import Pointwise
         ("eager_random", None, "True or False"),
         ("dynamic", "auto", "None, True or False"),
         ("dynamic", 1, "None, True or False"),
+        ("fuel", -1, "a number of operations, or None"),
+        ("fuel", True, "a number of operations, or None"),
         ("mode", ["step"], "'step', 'forward', 'submodules', 'off'"),
     ],
 )
@@ -36,7 +38,7 @@ def test_options_are_frozen_and_comparable():
     assert config == lts.CompileConfig() and hash(config) == hash(lts.CompileConfig())
     assert dataclasses.asdict(config) == {
         "mode": "step", "fullgraph": False, "dynamic": None, "cudagraphs": False, "on_error": "fallback",
-        "eager_random": False,
+        "eager_random": False, "fuel": None,
     }  # fmt: skip
 
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Optional
 
-from lightning_thunder_strategy.cli import doctor, export
+from lightning_thunder_strategy.cli import bisect, doctor, export
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -19,6 +19,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m lightning_thunder_strategy", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
     doctor.add_command(commands)
+    bisect.add_command(commands)
     export.add_command(commands)
     options = parser.parse_args(arguments)
     return options.run(options)

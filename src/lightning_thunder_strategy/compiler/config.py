@@ -24,6 +24,8 @@ class CompileConfig:
             with one warning. ``"raise"``: the error is raised.
         eager_random: Draw random numbers (dropout) from the same stream as eager PyTorch, also under ``inductor``.
             The ``eager`` executor always does.
+        fuel: How many operations executors other than ``eager`` may take of each compiled function; then ``eager`` runs
+            the rest. For finding the operation that an executor gets wrong. ``None``: no limit.
 
     Raises:
         ValueError: If an option has a value that is not allowed. The message names the option, the value and
@@ -36,6 +38,7 @@ class CompileConfig:
     cudagraphs: bool = False
     on_error: OnError = "fallback"
     eager_random: bool = False
+    fuel: Optional[int] = None
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, get_args(Mode))
@@ -46,6 +49,11 @@ class CompileConfig:
                 raise ValueError(f"{field.name}={value!r} is not allowed: choose True or False.")
         if self.dynamic is not None and not isinstance(self.dynamic, bool):
             raise ValueError(f"dynamic={self.dynamic!r} is not allowed: choose None, True or False.")
+        fuel = self.fuel
+        if fuel is not None and (isinstance(fuel, bool) or not isinstance(fuel, int) or fuel < 0):
+            raise ValueError(f"fuel={fuel!r} is not allowed: give a number of operations, or None for no limit.")
+        if fuel is not None and self.cudagraphs:
+            raise ValueError(f"fuel={fuel!r} is not allowed with cudagraphs=True, which needs whole programs.")
 
 
 def check_choice(option: str, value: object, allowed: tuple) -> None:

@@ -12,6 +12,7 @@ from lightning_thunder_strategy.compiler.collectives import count_collectives, s
 from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.dispatch import Whole, dispatch
 from lightning_thunder_strategy.compiler.emit import node_value
+from lightning_thunder_strategy.compiler.fuel import Fuel
 from lightning_thunder_strategy.compiler.report import Program
 from lightning_thunder_strategy.compiler.trace import Origin, Trace, TraceOutput
 from lightning_thunder_strategy.compiler.transform import ProgramRefusedError, Transform, TransformError
@@ -28,6 +29,7 @@ class Differentiation:
         transforms: Passes, in order.
         config: Options.
         stored: Called whenever ``program`` has become more complete.
+        fuel: How many more claims may be made.
     """
 
     def __init__(
@@ -38,6 +40,7 @@ class Differentiation:
         transforms: Sequence[Transform],
         config: CompileConfig,
         stored: Callable[[], None],
+        fuel: Optional[Fuel] = None,
     ) -> None:
         self._program = program
         self._origins = origins
@@ -45,6 +48,7 @@ class Differentiation:
         self._transforms = transforms
         self._config = config
         self._stored = stored
+        self._fuel = fuel
         self._partitioned: dict[str, dict[str, Origin]] = {}
         self.partitioned = False
 
@@ -135,7 +139,7 @@ class Differentiation:
         known = self._partitioned.get(stage, {})
         origins = {n: known[n.name] for n in gm.graph.find_nodes(op="placeholder") if n.name in known}
         live = Trace(stage, gm, origins, outputs=self._name_outputs(gm.graph))
-        compiled = dispatch(live, self._executors, self._program, self._config, whole)
+        compiled = dispatch(live, self._executors, self._program, self._config, whole, self._fuel)
         self._program.seconds["dispatch"] += time.perf_counter() - started
         self._stored()
         return compiled

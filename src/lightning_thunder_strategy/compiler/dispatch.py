@@ -11,8 +11,9 @@ from torch import fx, nn
 from lightning_thunder_strategy.compiler import _torch_compat
 from lightning_thunder_strategy.compiler.claims import claimed_by, operation_name, runs_in_region
 from lightning_thunder_strategy.compiler.config import CompileConfig
-from lightning_thunder_strategy.compiler.emit import node_value
+from lightning_thunder_strategy.compiler.emit import node_value, source_line
 from lightning_thunder_strategy.compiler.events import first_line
+from lightning_thunder_strategy.compiler.fuel import Fuel
 from lightning_thunder_strategy.compiler.report import Fallback, Program, warn
 from lightning_thunder_strategy.compiler.surgery import (
     CompiledRegion,
@@ -40,7 +41,12 @@ class Whole:
 
 
 def dispatch(
-    trace: Trace, executors: Sequence[Executor], program: Program, config: CompileConfig, whole: Optional[Whole]
+    trace: Trace,
+    executors: Sequence[Executor],
+    program: Program,
+    config: CompileConfig,
+    whole: Optional[Whole],
+    fuel: Optional[Fuel] = None,
 ) -> Callable:
     """Compile one ATen program.
 
@@ -50,11 +56,12 @@ def dispatch(
         program: Receives the operation counts, claims, fallbacks and the final trace.
         config: Options.
         whole: If an executor can take the program whole.
+        fuel: How many more operations may be given to executors other than eager.
 
     Returns:
         A function of one list.
     """
-    return _Dispatch(trace, executors, program, config).run(whole)
+    return _Dispatch(trace, executors, program, config, fuel).run(whole)
 
 
 @dataclass(eq=False)
@@ -78,13 +85,16 @@ class _Region:
 
 
 class _Dispatch:
-    def __init__(self, trace: Trace, executors: Sequence[Executor], program: Program, config: CompileConfig) -> None:
+    def __init__(
+        self, trace: Trace, executors: Sequence[Executor], program: Program, config: CompileConfig, fuel: Optional[Fuel]
+    ) -> None:
         self._trace = trace
         self._stage = trace.stage
         self._origins = [trace.origin(node) for node in trace.graph.find_nodes(op="placeholder")]
         self._outputs = trace.outputs
         self._program = program
         self._config = config
+        self._fuel = fuel
         self._fusers = [executor for executor in executors if isinstance(executor, FusionExecutor)]
         self._failures: dict[tuple[str, str], list[str]] = {}  # operation and executor to errors
         self._halved: dict[str, Fallback] = {}  # by executor, the first region that it could not compile at once
@@ -127,8 +137,16 @@ class _Dispatch:
         for node in filter(is_operation, graph.nodes):
             part = _Part(node, [node, *parts(node)])
             self._choose(part)
+            if part.executor < len(self._fusers) and not self._has_fuel(part):
+                part.executor = len(self._fusers)
             result.append(part)
         return result
+
+    def _has_fuel(self, part: _Part) -> bool:
+        if self._fuel is None or _edits(part.operation):
+            return True
+        name = operation_name(part.operation)
+        return self._fuel.take(self._name(part.executor), name, self._stage, source_line(part.operation))
 
     def _choose(self, part: _Part) -> None:
         while part.executor < len(self._fusers):

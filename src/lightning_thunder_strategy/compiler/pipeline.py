@@ -14,6 +14,7 @@ from lightning_thunder_strategy.compiler._torch_dtensor import merge_equal_funct
 from lightning_thunder_strategy.compiler.claims import claim_operators
 from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.differentiate import Differentiation, run_pass
+from lightning_thunder_strategy.compiler.fuel import fuel_of
 from lightning_thunder_strategy.compiler.report import Fallback, Program, Record, active_record, warn
 from lightning_thunder_strategy.compiler.surgery import copy_program
 from lightning_thunder_strategy.compiler.trace import Decision, Origin, Trace
@@ -80,11 +81,14 @@ class Pipeline:
         self.modules = dict(modules)
         self.prepare: Optional[Callable[[fx.GraphModule], None]] = None  # edits each graph before anything else
         self.auto_reason: Optional[str] = None  # why these executors, if the user left the choice to us
+        self.fuel = fuel_of(config.fuel)
         self._agree = agree
 
     @property
     def cache_key(self) -> Optional[str]:
         """What must be equal for a program that another process compiled to be reused, or ``None``: never reused."""
+        if self.fuel is not None:
+            return None  # what a program becomes depends on those that were compiled before it
         parts = [part.cache_key() for part in (*self.executors, *self.transforms)]
         return cache.pipeline_key([*parts, repr(self.config)])
 
@@ -184,6 +188,7 @@ class Pipeline:
             self.transforms,
             self.config,
             store,
+            self.fuel,
         )
         spare = copy_program(gm) if key is not None and stored is None else None
         compiled = differentiation.compile(gm, example_inputs, key, functions)
@@ -198,7 +203,7 @@ class Pipeline:
         for transform in self.transforms:
             if type(transform).acquired is not Transform.acquired:
                 run_pass(program, transform, lambda t: t.acquired(trace), [trace])
-        functions = claim_operators(trace, self.executors, program, self.config)
+        functions = claim_operators(trace, self.executors, program, self.config, self.fuel)
         for transform in self.transforms:
             functions.update(transform.functions)
         if functions:
