@@ -9,9 +9,10 @@ from typing import Any
 import lightning as L
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.callbacks import ModelPruning, ModelSummary
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import prune
 
 from lightning_thunder_strategy.distributed.schemes import whole
 from lightning_thunder_strategy.distributed.sharding import ParameterReplacedError
@@ -247,6 +248,24 @@ def check_a_parameter_replaced_in_training_is_refused() -> None:
             ),
             "`bias`", "Linear", "in place",
         )  # fmt: skip
+
+
+def check_pruning_in_training_is_refused_and_before_it_trains_as_under_ddp() -> None:
+    def cut(module: Any) -> None:
+        prune.l1_unstructured(module.net[2], "weight", amount=0.4)
+
+    callbacks = (At("on_train_epoch_end", cut), ModelPruning("l1_unstructured", amount=0.4))
+    fits = [lambda each=each: fit_case(thunder("ddp"), "smooth", callbacks=[each], **SHORT) for each in callbacks]
+    _raises(ParameterReplacedError, fits[0], "`weight` of Linear", "as pruning does", "Prune before `fit`")
+    _raises(TypeError, fits[1], "ModelPruning replaces parameters", "prune before `fit`")
+    results = []
+    for strategy in ("ddp", thunder("ddp"), thunder("zero3")):
+        module, data = make("smooth")
+        cut(module)
+        results.append(fit(strategy, module, data, **SHORT))
+    for ours in results[1:]:
+        torch.testing.assert_close(ours.weights, results[0].weights, rtol=1e-5, atol=1e-6)
+        assert ours.weights["net.2.weight_mask"].sum() < ours.weights["net.2.weight_mask"].numel()
 
 
 class Editing(Base):

@@ -237,7 +237,7 @@ def _parallel_class(original: type, names: tuple[str, ...], scheme: Scheme, accu
         "_lts_scheme": scheme,
         "_lts_accumulation": accumulation,
         "_lts_original": original,
-        **{name: property(_getter(name, scheme, accumulation)) for name in names},
+        **{name: property(_getter(name, scheme, accumulation), _refusal(name)) for name in names},
     }
     if issubclass(original, nn.RNNBase):
         namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
@@ -266,6 +266,19 @@ def _getter(name: str, scheme: Scheme, accumulation: Accumulation) -> Callable[[
 
     _torch_compat.never_a_program(get)
     return get
+
+
+def _refusal(name: str) -> Callable[[nn.Module, Any], None]:
+    """Called when something is assigned that is not a parameter; ``nn.Module`` takes parameters before."""
+
+    def refuse(self: nn.Module, value: Any) -> None:
+        raise ParameterReplacedError(
+            f"A {type(value).__name__} was put in the place of the parameter `{name}` of {type(self).__name__} after "
+            "the strategy had set up the module, as pruning does. Prune before `fit` or in `configure_model`, or train "
+            "in one process (ThunderStrategy)."
+        )
+
+    return refuse
 
 
 def _flat_weights(self: nn.RNNBase) -> list[Any]:

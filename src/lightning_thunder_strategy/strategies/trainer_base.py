@@ -9,7 +9,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
 from lightning.fabric.utilities.types import _PATH as PathLike
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins import Precision, TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -85,8 +85,7 @@ class CompiledStepsStrategy(Strategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         assert self.accelerator is not None and self.model is not None
         self._engine.failed = False
-        if self._engine.sharded:
-            _refuse_stochastic_averaging(trainer.callbacks)  # type: ignore[attr-defined]
+        _refuse_callbacks(trainer.callbacks, self._engine)  # type: ignore[attr-defined]
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         layer_sync = getattr(self, "_layer_sync", None)
@@ -375,11 +374,16 @@ def _averages(callbacks: Sequence[Any]) -> list[nn.Module]:
     return [average.module for average in held if average is not None]
 
 
-def _refuse_stochastic_averaging(callbacks: Sequence[Any]) -> None:
+def _refuse_callbacks(callbacks: Sequence[Any], engine: Engine) -> None:
     for callback in callbacks:
-        if isinstance(callback, StochasticWeightAveraging):
+        if isinstance(callback, StochasticWeightAveraging) and engine.sharded:
             raise TypeError(
                 f"The callback {type(callback).__name__} averages a copy of the module that it made before the "
                 "parameters were sharded, and cannot mix the two: use WeightAveraging or EMAWeightAveraging instead, "
                 "or a strategy that keeps parameters whole, such as ThunderDDPStrategy."
+            )
+        if isinstance(callback, ModelPruning) and engine.parallelism != "none":
+            raise TypeError(
+                f"The callback {type(callback).__name__} replaces parameters during training, and the strategy has "
+                "spread them over the ranks: prune before `fit` or in `configure_model`, or use ThunderStrategy."
             )
