@@ -13,6 +13,7 @@ from lightning_thunder_strategy.compiler.claims import claimed_by, operation_nam
 from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.emit import node_value, source_line
 from lightning_thunder_strategy.compiler.events import first_line
+from lightning_thunder_strategy.compiler.failures import reported
 from lightning_thunder_strategy.compiler.fuel import Fuel
 from lightning_thunder_strategy.compiler.report import Fallback, Program, warn
 from lightning_thunder_strategy.compiler.surgery import (
@@ -191,16 +192,20 @@ class _Dispatch:
                 name = runs_in_region(part.operation, self._name(part.executor))
             self._program.executors[name] += 1
         self._warn()
-        if not regions:
-            return _torch_compat.boxed(gm)
-
-        functions = {region.nodes: self._compiled[region.executor, region.nodes] for region in regions}
+        compiled = {region.nodes: region for region in regions}
 
         def call_of(label: str, nodes: Sequence[fx.Node]) -> nn.Module:
             inputs, outputs = ([node_value(node) for node in found(nodes)] for found in (region_inputs, region_outputs))
-            return CompiledRegion(functions[tuple(nodes)], inputs, outputs)
+            region = compiled[tuple(nodes)]
+            function = self._compiled[region.executor, region.nodes]
+            program = lambda: extract(gm, nodes)[0]  # noqa: E731
+            return CompiledRegion(reported(function, self._name(region.executor), label, program), inputs, outputs)
 
-        runnable, _ = assemble(gm, self._labelled(regions), call_of)
+        runnable, copies = assemble(gm, self._labelled(regions), call_of)
+        for node in filter(is_operation, gm.graph.nodes):
+            if node in copies and runs_in_region(node, _EAGER) != _EAGER:
+                program = lambda node=node: extract(gm, [node, *parts(node)])[0]  # noqa: E731
+                copies[node].target = reported(node.target, claimed_by(node), node.name, program)
         return _torch_compat.boxed(runnable)
 
     def _compile_regions(self, gm: fx.GraphModule, regions: Sequence[_Region]) -> int:
