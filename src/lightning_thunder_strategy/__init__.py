@@ -13,6 +13,7 @@ from lightning_thunder_strategy.executors.base import Executor
 from lightning_thunder_strategy.inspection import explain, traces
 from lightning_thunder_strategy.precision.recipe import Recipe
 from lightning_thunder_strategy.precision.trainer import ThunderPrecision
+from lightning_thunder_strategy.precision.weights import QuantizeWeights, restore_weights
 from lightning_thunder_strategy.strategies.registration import register
 from lightning_thunder_strategy.strategies.trainer import ThunderDDPStrategy, ThunderFSDPStrategy, ThunderStrategy
 
@@ -22,6 +23,7 @@ __all__ = [
     "CompileError",
     "CompileWarning",
     "Executor",
+    "QuantizeWeights",
     "Recipe",
     "ThunderDDPStrategy",
     "ThunderFSDPStrategy",
@@ -33,6 +35,7 @@ __all__ = [
     "executors",
     "explain",
     "fabric",
+    "restore_weights",
     "traces",
 ]
 

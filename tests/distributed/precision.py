@@ -159,3 +159,36 @@ def check_fabric() -> None:
         optimizer.step()
         optimizer.zero_grad()
     assert all("gathered as e4m3" in choice for choice in _decisions(model).values())
+
+
+class Wide(Regression):
+    def __init__(self) -> None:
+        torch.manual_seed(2)
+        super().__init__(nn.Sequential(nn.Linear(6, 64), nn.Tanh(), nn.Linear(64, 67), nn.Tanh(), nn.Linear(67, 1)))
+
+
+def check_weights_in_few_bits_equal_one_process() -> None:
+    for storage in ("int4", "nvfp4"):
+        transform = lts.QuantizeWeights(storage, min_features=64)  # type: ignore[arg-type]
+        expected = Result(Wide(), None)
+        transform.module(expected.module)
+        assert [item.name for item in transform.stored if not item.reason] == ["net.2"]
+        optimizer = expected.module.configure_optimizers()
+        for batch in same_batches():
+            loss = expected.module.loss(batch)
+            loss.backward()
+            expected.losses.append(loss.detach())
+            expected.gradients.append({name: p.grad.clone() for name, p in expected.module.named_parameters()})
+            optimizer.step()
+            optimizer.zero_grad()
+        for kind in ("ddp", "zero2", "zero3"):
+            found = Result(Wide(), None)
+            strategy = thunder(kind, transforms=[lts.QuantizeWeights(storage)])  # type: ignore[arg-type]
+            found.trainer = trainer(strategy, max_epochs=1, limit_val_batches=0, callbacks=[Watch(found)])
+            found.trainer.fit(found.module, same_batches())
+            _equal(found, expected, f"{storage}, {kind}")
+            codes = found.module.net[2].weight_codes
+            assert torch.equal(codes, expected.module.net[2].weight_codes)
+            (step,) = lts.explain(found.trainer).to_dict()["steps"].values()
+            sent = sum(item["bytes"] for stage in step["collectives"].values() for item in stage)
+            assert sent < 4 * codes.numel(), "weights in few bits are never sent"

@@ -5,10 +5,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 
-def broadcast_buffers(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Give every rank of the mesh the buffers of the first one, with one collective for each element type."""
+def broadcast_buffers(module: nn.Module, mesh: DeviceMesh, again: bool = False) -> None:
+    """Give every rank of the mesh the buffers of the first one, with one collective for each element type.
+
+    Args:
+        module: The module.
+        mesh: The ranks.
+        again: They were equal before: leave out modules whose class says ``lts_constant_buffers``.
+    """
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    constant = {
+        buffer
+        for child in module.modules()
+        if again and getattr(child, "lts_constant_buffers", False)
+        for buffer in child.buffers(recurse=False)
+    }
     for buffer in module.buffers():
+        if buffer in constant:
+            continue
         if type(buffer) is Tensor and buffer.numel() > 0 and not buffer.is_meta:
             groups.setdefault((buffer.dtype, buffer.device), []).append(buffer)
     with torch.no_grad():

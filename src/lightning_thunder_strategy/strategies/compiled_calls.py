@@ -95,7 +95,7 @@ class CompiledModule:
     def share_buffers(self) -> None:
         """Give every rank rank zero's buffers, once after each optimizer step."""
         if self.buffers_changed and self._engine.scheme is not None:
-            broadcast_buffers(self.module, self._engine.scheme.mesh)
+            broadcast_buffers(self.module, self._engine.scheme.mesh, again=True)
         self.buffers_changed = False
 
     def _redirected_method(self) -> str:

@@ -95,8 +95,16 @@ class Engine:
             device: Where the parameters go.
             optimizers: Optimizers that already hold the module's parameters.
         """
+        before = set(module.parameters())
         replaced = self.spread(module, device)
+        gone = before.difference(replaced, module.parameters())
         for optimizer in optimizers:
+            if any(parameter in gone for group in optimizer.param_groups for parameter in group["params"]):
+                raise ValueError(
+                    "An optimizer holds parameters that a transform takes out of the module, such as weights that "
+                    "QuantizeWeights stores in few bits, and would never train them: give it only the parameters that "
+                    "are to be trained."
+                )
             self.check_optimizer(optimizer)
             if any(optimizer.state.get(parameter) for parameter in replaced):
                 raise ValueError(

@@ -20,6 +20,7 @@ from typing_extensions import override
 
 from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.report import Record, Report
+from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.distributed import checkpoint as states
 from lightning_thunder_strategy.distributed import sharding
 from lightning_thunder_strategy.distributed.files import vanish
@@ -67,6 +68,12 @@ class CompiledStepsStrategy(Strategy):
         self._precision_plugin = precision_plugin
         if accept(precision_plugin, self):
             self._engine.use_precision(precision_plugin.passes)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """A transform may change what the module's state consists of, and does so in setup."""
+        return any(type(transform).module is not Transform.module for transform in self._engine.options.transforms)
 
     @override
     def connect(self, model: "pl.LightningModule") -> None:
