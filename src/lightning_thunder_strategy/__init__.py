@@ -16,6 +16,7 @@ from lightning_thunder_strategy.precision.trainer import ThunderPrecision
 from lightning_thunder_strategy.precision.weights import QuantizeWeights, restore_weights
 from lightning_thunder_strategy.strategies.registration import register
 from lightning_thunder_strategy.strategies.trainer import ThunderDDPStrategy, ThunderFSDPStrategy, ThunderStrategy
+from lightning_thunder_strategy.strategies.trainer_tensor import ThunderTPStrategy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "ThunderFSDPStrategy",
     "ThunderPrecision",
     "ThunderStrategy",
+    "ThunderTPStrategy",
     "Trace",
     "Transform",
     "compile",
@@ -39,5 +41,11 @@ __all__ = [
     "traces",
 ]
 
-register(StrategyRegistry, ThunderStrategy, ThunderDDPStrategy, ThunderFSDPStrategy)
-register(STRATEGY_REGISTRY, fabric.ThunderStrategy, fabric.ThunderDDPStrategy, fabric.ThunderFSDPStrategy)
+register(StrategyRegistry, ThunderStrategy, ThunderDDPStrategy, ThunderFSDPStrategy, ThunderTPStrategy)
+register(
+    STRATEGY_REGISTRY,
+    fabric.ThunderStrategy,
+    fabric.ThunderDDPStrategy,
+    fabric.ThunderFSDPStrategy,
+    fabric.ThunderTPStrategy,
+)

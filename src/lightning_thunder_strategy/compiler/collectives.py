@@ -11,6 +11,8 @@ from torch import fx
 from lightning_thunder_strategy.compiler import _torch_compat
 from lightning_thunder_strategy.compiler.emit import node_value
 
+_VARYING: set[str] = set()  # names of groups in which activations are communicated
+
 _GATHERING = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
 
 
@@ -27,6 +29,11 @@ class Collective:
     op: str
     count: int
     bytes: int
+
+
+def sizes_vary_in(group: str) -> None:
+    """Say that a group communicates activations, whose sizes may differ from those that other groups communicate."""
+    _VARYING.add(group)
 
 
 def collective_nodes(graph: fx.Graph) -> list[fx.Node]:
@@ -54,9 +61,8 @@ def sequence(graphs: Iterable[fx.Graph]) -> list[str]:
             group = _torch_compat.group_text(str(node.args[-1]))
             # Shards of which several groups reduce one each may differ in size between the groups.
             shards = _collective_name(node) == "all_reduce" and not group.endswith("x1")
-            shapes = " ".join(
-                f"{v.dtype}{' shards' if shards else list(v.shape)}" for v in values if isinstance(v, torch.Tensor)
-            )
+            size = " activations" if str(node.args[-1]) in _VARYING else " shards" if shards else ""
+            shapes = " ".join(f"{v.dtype}{size or list(v.shape)}" for v in values if isinstance(v, torch.Tensor))
             rest = [str(arg) for arg in node.args[1:-1] if isinstance(arg, (int, str))]
             rest.append(group)
             lines.append(f"{_collective_name(node)} {shapes} {' '.join(rest)}")

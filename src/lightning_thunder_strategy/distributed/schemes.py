@@ -14,6 +14,7 @@ from lightning_thunder_strategy.distributed.accumulation import (
     reduces_always,
     waiting_gradient,
 )
+from lightning_thunder_strategy.distributed.tensor_styles import Form
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,14 @@ class Scheme:
 
     def accepts(self, parameter: Tensor) -> bool:
         """Whether a stored parameter is one that :meth:`place` made."""
+        raise NotImplementedError
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether a distributed parameter is stored as this scheme stores it."""
+        return False
+
+    def of_form(self, form: Form) -> "Scheme":
+        """The scheme for parameters that a tensor-parallel plan has given a form."""
         raise NotImplementedError
 
 
@@ -127,6 +136,10 @@ class Sharded(Scheme):
 
     def accepts(self, parameter: Tensor) -> bool:
         return isinstance(parameter, DTensor)
+
+    def holds(self, parameter: Tensor) -> bool:
+        placements = list(parameter.placements)  # type: ignore[attr-defined]
+        return parameter.device_mesh == self.mesh and placements == self._placements(parameter)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

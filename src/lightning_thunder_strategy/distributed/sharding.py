@@ -6,8 +6,9 @@ properties. Nothing else of the module changes: parameters, buffers, hooks and s
 
 import copy
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from types import MappingProxyType
 from typing import Any, Optional
 
 import torch
@@ -19,6 +20,8 @@ from lightning_thunder_strategy.distributed import edits
 from lightning_thunder_strategy.distributed.accumulation import Accumulation
 from lightning_thunder_strategy.distributed.edits import EditWatch
 from lightning_thunder_strategy.distributed.schemes import Scheme, place_like, whole
+from lightning_thunder_strategy.distributed.tensor_class import bound_schemes, planned_attributes
+from lightning_thunder_strategy.distributed.tensor_parallel import ModulePlan
 
 
 class _Switch:
@@ -56,6 +59,11 @@ def gathering(listed: bool = True) -> Iterator[None]:
 _torch_compat.never_a_program(gathering.__wrapped__)  # type: ignore[attr-defined]
 
 
+def _computing() -> bool:
+    """Whether attributes yield tensors to compute with. Read by Dynamo."""
+    return _GATHERING.on or _torch_compat.in_backward()
+
+
 def watching_data() -> AbstractContextManager:
     """While open inside :func:`gathering`, edits of ``parameter.data`` are noticed too. Dynamo must not see it."""
     return edits.watching_data(_GATHERING.watch)
@@ -65,10 +73,17 @@ class ParameterReplacedError(RuntimeError):
     """A parameter was replaced by one that is not spread over the ranks."""
 
 
-def parallelize(root: nn.Module, scheme: Scheme) -> dict[nn.Parameter, nn.Parameter]:
+def parallelize(
+    root: nn.Module, scheme: Scheme, plans: Mapping[nn.Module, ModulePlan] = MappingProxyType({})
+) -> dict[nn.Parameter, nn.Parameter]:
     """Spread the parameters of ``root`` over the ranks.
 
     Parameters that are spread already stay; a parameter used under several names stays one.
+
+    Args:
+        root: The module.
+        scheme: How.
+        plans: What each module is in a step, with tensor parallelism.
 
     Returns:
         Old parameter to new, for those that were replaced (an optimizer that holds the old ones must be told).
@@ -93,9 +108,9 @@ def parallelize(root: nn.Module, scheme: Scheme) -> dict[nn.Parameter, nn.Parame
     accumulation = accumulation_of(root) or Accumulation()
     for _, module in modules:
         if not is_parallelized(module):
-            key = (type(module), tuple(module._parameters))
+            key = (type(module), tuple(module._parameters), plans.get(module))
             if key not in classes:
-                classes[key] = _parallel_class(type(module), tuple(module._parameters), scheme, accumulation)
+                classes[key] = _parallel_class(*key[:2], scheme, accumulation, key[2])
             module.__class__ = classes[key]
     return replaced
 
@@ -103,6 +118,12 @@ def parallelize(root: nn.Module, scheme: Scheme) -> dict[nn.Parameter, nn.Parame
 def has_sharded_parameters(root: nn.Module) -> bool:
     """Whether any parameter is a distributed tensor."""
     return any(isinstance(p, DTensor) for module in root.modules() for p in module._parameters.values())
+
+
+def is_spread_otherwise(root: nn.Module, scheme: Scheme) -> bool:
+    """Whether parameters are distributed, and not as ``scheme`` does it."""
+    stored = [p for module in root.modules() for p in module._parameters.values() if isinstance(p, DTensor)]
+    return any(not scheme.holds(parameter) for parameter in stored)
 
 
 def move_to(root: nn.Module, device: torch.device) -> None:
@@ -174,7 +195,13 @@ def restore_parameters(root: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
 # ---------------------------------------------------------------------------------------------------- the class
 
 
-def _parallel_class(original: type, names: tuple[str, ...], scheme: Scheme, accumulation: Accumulation) -> type:
+def _parallel_class(
+    original: type,
+    names: tuple[str, ...],
+    scheme: Scheme,
+    accumulation: Accumulation,
+    plan: Optional[ModulePlan] = None,
+) -> type:
     plain_call = original.__call__  # Dynamo of torch 2.11 cannot look this up on a class
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -212,14 +239,14 @@ def _parallel_class(original: type, names: tuple[str, ...], scheme: Scheme, accu
         original._load_from_state_dict(self, state_dict, prefix, *args)  # type: ignore[attr-defined]
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
-        return _rebuild, (original, names, scheme), self.__getstate__()
+        return _rebuild, (original, names, scheme, plan), self.__getstate__()
 
     def deepcopy(self: nn.Module, memo: dict[int, Any]) -> nn.Module:
         for parameter in self._parameters.values():
             _copy_parameter(parameter, memo)
         if hasattr(original, "__deepcopy__"):
             return original.__deepcopy__(self, memo)
-        made = memo[id(self)] = _rebuild(original, names, scheme)
+        made = memo[id(self)] = _rebuild(original, names, scheme, plan)
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return made
 
@@ -237,7 +264,11 @@ def _parallel_class(original: type, names: tuple[str, ...], scheme: Scheme, accu
         "_lts_scheme": scheme,
         "_lts_accumulation": accumulation,
         "_lts_original": original,
-        **{name: property(_getter(name, scheme, accumulation), _refusal(name)) for name in names},
+        **{
+            name: property(_getter(name, bound, accumulation), _refusal(name))
+            for name, bound in bound_schemes(names, scheme, plan)
+        },
+        **(planned_attributes(original, plan, _computing) if plan is not None else {}),
     }
     if issubclass(original, nn.RNNBase):
         namespace["_flat_weights"] = property(_flat_weights, lambda self, value: None)
@@ -286,9 +317,9 @@ def _flat_weights(self: nn.RNNBase) -> list[Any]:
     return [getattr(self, name, None) for name in self._flat_weights_names]
 
 
-def _rebuild(original: type, names: tuple[str, ...], scheme: Scheme) -> nn.Module:
+def _rebuild(original: type, names: tuple[str, ...], scheme: Scheme, plan: Optional[ModulePlan]) -> nn.Module:
     """Deepcopy and pickle make a parallelized module again."""
-    return object.__new__(_parallel_class(original, names, scheme, Accumulation()))
+    return object.__new__(_parallel_class(original, names, scheme, Accumulation(), plan))
 
 
 def _copy_parameter(parameter: Optional[nn.Parameter], memo: dict[int, Any]) -> None:

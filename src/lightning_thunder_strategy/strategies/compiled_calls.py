@@ -53,6 +53,7 @@ class CompiledModule:
         if name not in self._calls:
             self._calls[name] = self._make(name)
         owner = f" of module {self._number}" if self._number else ""
+        self._engine.check_inputs(f"{name}{owner}", (args, kwargs))
         begin_call(self._engine, self.records[name], owner, self.begin(), begin=name not in self._steps)
         with gathering(self._engine), recording(self.records[name]):
             result = self._calls[name](*args, **kwargs)

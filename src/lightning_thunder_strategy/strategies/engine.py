@@ -3,13 +3,15 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Adafactor, Optimizer, Rprop
 
+from lightning_thunder_strategy.compiler.collectives import sizes_vary_in
 from lightning_thunder_strategy.compiler.compile import make_pipeline
 from lightning_thunder_strategy.compiler.config import Mode
 from lightning_thunder_strategy.compiler.pipeline import Pipeline
@@ -20,10 +22,13 @@ from lightning_thunder_strategy.distributed.agreement import Agreement
 from lightning_thunder_strategy.distributed.buffers import broadcast_buffers
 from lightning_thunder_strategy.distributed.checkpoint import exchange_parameters, parameter_names
 from lightning_thunder_strategy.distributed.initialization import materialize
-from lightning_thunder_strategy.distributed.mesh import data_mesh
+from lightning_thunder_strategy.distributed.mesh import data_mesh, tensor_mesh
 from lightning_thunder_strategy.distributed.nonfinite import check_gradients
 from lightning_thunder_strategy.distributed.schemes import HybridSharded, Replicated, Scheme, Sharded, local_bytes
-from lightning_thunder_strategy.strategies.options import Communication, StrategyOptions
+from lightning_thunder_strategy.distributed.tensor_parallel import ModulePlan, apply_plan
+from lightning_thunder_strategy.distributed.tensor_scheme import TensorParallel
+from lightning_thunder_strategy.distributed.together import check_same_gradients, check_same_inputs, share_random_state
+from lightning_thunder_strategy.strategies.options import Communication, StrategyOptions, TensorOptions
 from lightning_thunder_strategy.transforms.add_once import AddOnce
 from lightning_thunder_strategy.transforms.bucketing import Bucket
 from lightning_thunder_strategy.transforms.deduplicate_unshard import DeduplicateUnshard
@@ -32,8 +37,9 @@ from lightning_thunder_strategy.transforms.refuse_lost_edits import RefuseLostEd
 from lightning_thunder_strategy.transforms.unshard_policy import GatherAgain
 from lightning_thunder_strategy.transforms.wire_dtype import CastBeforeGather, ReduceIn
 
-Parallelism = Literal["none", "ddp", "zero1", "zero2", "zero3"]
+Parallelism = Literal["none", "ddp", "tp", "zero1", "zero2", "zero3"]
 
+_GRADIENTS = "gradients"  # what ranks are compared in, beside the names of steps
 _AUTO_UNSHARD_LIMIT = 2**30  # bytes of the full model
 
 _NEED_WHOLE_PARAMETERS: dict[type[Optimizer], str] = {
@@ -52,6 +58,7 @@ class Engine:
         timeout: How long to wait for other ranks.
         communication: How parameters and gradients are communicated.
         replicas: How many times the shards are repeated.
+        tensor: How many ranks compute each layer together, and by which plan.
     """
 
     def __init__(
@@ -61,7 +68,9 @@ class Engine:
         timeout: Optional[timedelta] = None,
         communication: Communication = Communication(),
         replicas: int = 1,
+        tensor: TensorOptions = TensorOptions(),
     ) -> None:
+        self.tensor = tensor
         self.options = options
         self.parallelism = parallelism
         self.communication = communication
@@ -70,19 +79,36 @@ class Engine:
         self.scheme: Optional[Scheme] = None
         self.agreement: Optional[Agreement] = None
         self.failed = False
+        self._checked: set[str] = set()  # what ranks have been compared in since the last setup
         self.precision_passes: tuple[Transform, ...] = ()
 
     @property
     def sharded(self) -> bool:
-        return self.parallelism in ("zero1", "zero2", "zero3")
+        return self.parallelism in ("tp", "zero1", "zero2", "zero3")
 
-    def connect_ranks(self, device: torch.device) -> None:
-        """After the process group exists: make the mesh."""
+    @property
+    def data_group(self) -> Optional[ProcessGroup]:
+        """This rank's data-parallel group; ``None`` for all ranks."""
+        return self.scheme.mesh.get_group("data") if isinstance(self.scheme, TensorParallel) else None
+
+    def connect_ranks(self, device: torch.device, on_node: int) -> None:
+        """After the process group exists: make the mesh.
+
+        Args:
+            device: Of this rank.
+            on_node: How many processes a node has.
+        """
         if self.parallelism == "none":
             return
-        mesh = data_mesh(device.type, self.replicas)
-        sharded = Sharded if self.replicas == 1 else HybridSharded
-        self.scheme = sharded(mesh, self.parallelism == "zero1") if self.sharded else Replicated(mesh)
+        if self.tensor.parallel:
+            self.tensor = dataclasses.replace(self.tensor, size=self.tensor.on(on_node))
+            mesh = tensor_mesh(device.type, self.tensor.on(on_node))
+            sizes_vary_in(mesh.get_group("tensor").group_name)
+            self.scheme = TensorParallel(mesh, spread=self.parallelism != "tp")
+        else:
+            mesh = data_mesh(device.type, self.replicas)
+            sharded = Sharded if self.replicas == 1 else HybridSharded
+            self.scheme = sharded(mesh, self.parallelism == "zero1") if self.sharded else Replicated(mesh)
         self.agreement = Agreement(self._timeout) if mesh.size() > 1 else None
 
     # ------------------------------------------------------------------------------------------------------- modules
@@ -122,20 +148,36 @@ class Engine:
         """
         for transform in self.options.transforms:
             transform.module(module)
+        plans = self._plans(module)
         place = self.scheme.place if self.sharded and self.scheme is not None else None
         replaced = materialize(module, device, place)
-        if self.parallelism == "ddp" and sharding.has_sharded_parameters(module):  # by an earlier fit
+        if self.scheme is not None and sharding.is_spread_otherwise(module, self.scheme):  # by an earlier fit
             replaced.update(sharding.restore_parameters(module))
         if self.scheme is not None:
-            replaced.update(sharding.parallelize(module, self.scheme))
+            replaced.update(sharding.parallelize(module, self.scheme, plans))
             broadcast_buffers(module, self.scheme.mesh)
+        if isinstance(self.scheme, TensorParallel):
+            share_random_state(self.scheme.mesh)
+            self._checked = set()
         return replaced
+
+    def check_inputs(self, name: str, inputs: Any) -> None:
+        """At the first call of the step ``name``: the ranks of a tensor-parallel group must have equal ``inputs``."""
+        if isinstance(self.scheme, TensorParallel) and name not in self._checked:
+            self._checked.add(name)
+            check_same_inputs(inputs, self.scheme.mesh, name)
+
+    def _plans(self, module: nn.Module) -> Mapping[nn.Module, ModulePlan]:
+        """What each module of a tensor-parallel model is in a step."""
+        if not isinstance(self.scheme, TensorParallel):
+            return {}
+        return apply_plan(module, self.tensor.plan, self.scheme.group)
 
     def spread_copies(self, modules: Sequence[nn.Module]) -> None:
         """Spread the parameters of copies of the module as its own are, so that the two can be averaged."""
         if self.sharded and self.scheme is not None:
             for module in modules:
-                sharding.parallelize(module, self.scheme)
+                sharding.parallelize(module, self.scheme, self._plans(module))
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse optimizers that cannot work on parameters whose rows are spread unevenly.
@@ -161,7 +203,15 @@ class Engine:
             )
 
     def check_gradients(self, optimizer: Optimizer, modules: Sequence[nn.Module]) -> None:
-        """Before an optimizer step: stop all ranks if a gradient is not finite, if that was asked for (collectives)."""
+        """Before an optimizer step: stop all ranks if gradients are wrong (collectives).
+
+        That is, if they are not finite and that was asked for, and, at the first step of a tensor-parallel model, if
+        ranks do not agree on them.
+        """
+        if isinstance(self.scheme, TensorParallel) and _GRADIENTS not in self._checked:
+            self._checked.add(_GRADIENTS)
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            check_same_gradients(held, parameter_names(*modules), self.scheme.mesh)
         if self.options.nonfinite_gradients == "raise":
             optimizer = getattr(optimizer, "_optimizer", optimizer)
             check_gradients(optimizer, parameter_names(*modules), self.scheme.mesh if self.scheme is not None else None)

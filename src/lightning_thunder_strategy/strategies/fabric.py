@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Optional
+from typing import Any, Optional
 
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_thunder_strategy.compiler.refusals import told_by_the_parser
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.distributed import sharding as parameters
+from lightning_thunder_strategy.distributed.tensor_styles import Plan
 from lightning_thunder_strategy.strategies.engine import Engine
 from lightning_thunder_strategy.strategies.fabric_base import CompiledModulesStrategy
 from lightning_thunder_strategy.strategies.options import (
@@ -28,9 +29,11 @@ from lightning_thunder_strategy.strategies.options import (
     StartMethod,
     StateDictType,
     StrategyOptions,
+    TensorSize,
     check_processes,
     check_sharding,
     check_single_device,
+    check_tensor_parallel,
     compile_config,
 )
 
@@ -74,13 +77,18 @@ class ThunderStrategy(CompiledModulesStrategy, SingleDeviceStrategy):
         self._root_device = check_single_device(type(self).__name__, devices, self._root_device)
 
 
-class _Distributed(CompiledModulesStrategy, DDPStrategy):
+class DistributedStrategy(CompiledModulesStrategy, DDPStrategy):
     """What our strategies of several processes share; Lightning's DDP strategy knows launchers and ranks."""
 
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._engine.connect_ranks(self.root_device)
+        self._engine.connect_ranks(self.root_device, self.num_processes)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return self._engine.tensor.sampler(super().distributed_sampler_kwargs)
 
 
 class _SyncControl(_BackwardSyncControl):
@@ -95,7 +103,7 @@ class _SyncControl(_BackwardSyncControl):
         return accumulation.hold()
 
 
-class ThunderDDPStrategy(_Distributed):
+class ThunderDDPStrategy(DistributedStrategy):
     """Runs on several processes with whole parameters on each; gradients are averaged inside the compiled backward.
 
     Args:
@@ -151,7 +159,7 @@ class ThunderDDPStrategy(_Distributed):
         self._use(Engine(options, "ddp", timeout, communication))
 
 
-class ThunderFSDPStrategy(_Distributed):
+class ThunderFSDPStrategy(DistributedStrategy):
     """Runs on several processes with each parameter, its gradient and its optimizer state spread over them.
 
     Inside a compiled module a parameter is gathered where it is used, and its gradient reduce-scattered, as part of the
@@ -162,6 +170,10 @@ class ThunderFSDPStrategy(_Distributed):
             also keeps gradients whole inside ``no_backward_sync``, and reduces them once.
         replicas: How many groups of processes hold all shards each (hybrid sharding): with 2 on 16 processes parameters
             are spread over 8, and gathers stay among those. A divisor of the number of processes.
+        tensor_parallel_size: How many consecutive ranks compute each layer together: a divisor of the number of
+            processes, or ``"auto"``, all processes of a node. The groups of ranks are data-parallel, and shard further.
+        plan: Which layers, and how: ``"auto"`` for Hugging Face models with a ``tp_plan`` and LitGPT's GPT, or entries
+            by glob of module names, such as ``{"*.attn.qkv": "colwise", "*.attn.proj": "rowwise"}``.
         executors: What runs the parts of the program: ``"auto"``, or names in priority order such as ``["inductor"]``;
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
@@ -193,6 +205,8 @@ class ThunderFSDPStrategy(_Distributed):
         self,
         sharding: Sharding = "zero3",
         replicas: int = 1,
+        tensor_parallel_size: TensorSize = 1,
+        plan: Plan = "auto",
         executors: Executors = "auto",
         transforms: Sequence[Transform] = (),
         compile: Compile = "forward",
@@ -208,6 +222,7 @@ class ThunderFSDPStrategy(_Distributed):
         start_method: StartMethod = "popen",
     ) -> None:
         check_sharding(sharding, replicas)
+        tensor = check_tensor_parallel(tensor_parallel_size, plan, sharding, replicas)
         communication = Communication(bucket_size_mb, reduce_dtype, prefetch, in_flight_mb)
         check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
@@ -216,7 +231,7 @@ class ThunderFSDPStrategy(_Distributed):
         config = compile_config(compile, highest="forward")
         communication.check_compiled(config)
         options = StrategyOptions(executors, transforms, config, False, state_dict_type, False, nonfinite_gradients)
-        self._use(Engine(options, sharding, timeout, communication, replicas))
+        self._use(Engine(options, sharding, timeout, communication, replicas, tensor))
 
     @override
     def module_init_context(self, empty_init: Optional[bool] = None) -> AbstractContextManager:

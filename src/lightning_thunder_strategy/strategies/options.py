@@ -1,15 +1,16 @@
 """Options that all strategies share, checked."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Optional, Union, get_args
+from typing import Any, Literal, Optional, Union, get_args
 
 import torch
 
 from lightning_thunder_strategy.compiler.compile import make_pipeline
 from lightning_thunder_strategy.compiler.config import CompileConfig, Mode, check_choice
 from lightning_thunder_strategy.compiler.transform import Transform
+from lightning_thunder_strategy.distributed.tensor_styles import Plan, check_entries
 from lightning_thunder_strategy.executors.base import Executor
 
 Executors = Union[Literal["auto"], list[Union[str, Executor]]]
@@ -20,6 +21,7 @@ Unshard = Union[bool, Literal["auto"]]
 BucketSize = Union[float, Literal["block"]]
 NonfiniteGradients = Literal["ignore", "raise"]
 ReduceDtype = Literal["float32", "bfloat16", "float16"]
+TensorSize = Union[int, Literal["auto"]]
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
@@ -88,6 +90,45 @@ class Communication:
             )
 
 
+@dataclass(frozen=True)
+class TensorOptions:
+    """Tensor parallelism: what the options of the same names say.
+
+    Attributes:
+        size: How many ranks compute each layer together (``tensor_parallel_size``).
+        plan: Which layers, and how.
+        parallel: Whether there is any.
+
+    Raises:
+        ValueError: If a value is not allowed; the message names the option, the value and what is allowed.
+    """
+
+    size: TensorSize = 1
+    plan: Plan = "auto"
+    parallel: bool = False
+
+    def __post_init__(self) -> None:
+        number = isinstance(self.size, int) and not isinstance(self.size, bool) and self.size > 0
+        if not number and self.size != "auto":
+            raise ValueError(
+                f"tensor_parallel_size={self.size!r} is not allowed: give a divisor of the number of processes."
+            )
+        if self.plan != "auto" and not isinstance(self.plan, dict):
+            raise ValueError(
+                f"plan={self.plan!r} is not allowed: give 'auto', or entries such as {{'*.attn.qkv': 'colwise'}}."
+            )
+        check_entries(self.plan if self.plan != "auto" else {})
+
+    def sampler(self, everywhere: Mapping[str, Any]) -> dict[str, Any]:
+        """What makes a sampler for this rank's group, from what would make one for each rank."""
+        size = self.on(everywhere["num_replicas"])
+        return {**everywhere, "num_replicas": everywhere["num_replicas"] // size, "rank": everywhere["rank"] // size}
+
+    def on(self, processes: int) -> int:
+        """How many ranks compute each layer together, with so many processes on a node."""
+        return processes if self.size == "auto" else self.size
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
 
@@ -126,6 +167,36 @@ def check_sharding(value: object, replicas: object) -> None:
     check_choice("sharding", value, get_args(Sharding))
     if isinstance(replicas, bool) or not isinstance(replicas, int) or replicas < 1:
         raise ValueError(f"replicas={replicas!r} is not allowed: give a divisor of the number of processes.")
+
+
+def check_tensor_parallel(size: TensorSize, plan: Plan, sharding: str, replicas: int) -> TensorOptions:
+    """What ``ThunderFSDPStrategy`` was given for tensor parallelism, together with its other options."""
+    options = TensorOptions(size, plan, parallel=size != 1)
+    if size == 1 and plan != "auto":
+        raise ValueError("plan is given with tensor_parallel_size=1, which uses none: set tensor_parallel_size.")
+    if size != 1 and sharding == "zero1":
+        raise ValueError(
+            f"sharding='zero1' is not allowed with tensor_parallel_size={size}, whose gradients are reduced in each "
+            "backward: choose 'zero2' or 'zero3'."
+        )
+    if size != 1 and replicas != 1:
+        raise ValueError(
+            f"replicas={replicas} is not allowed with tensor_parallel_size={size}: choose replicas=1, or "
+            "ThunderTPStrategy, which repeats the parameters in each group of tensor-parallel ranks."
+        )
+    return options
+
+
+def check_unshard(value: Unshard, start_method: str) -> Unshard:
+    """Whether the module has whole parameters after ``fit``, as asked for and as ``start_method`` needs it."""
+    if start_method == "popen":
+        return value
+    if value is False:  # such processes hand the weights back to the main process
+        raise ValueError(
+            f"unshard_on_teardown=False is not allowed with start_method={start_method!r}, which brings whole "
+            "weights back to the main process: choose 'auto' or True, or start_method='popen'."
+        )
+    return True
 
 
 def check_single_device(strategy: str, devices: Optional[list[torch.device]], current: torch.device) -> torch.device:

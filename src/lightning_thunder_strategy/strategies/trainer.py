@@ -19,6 +19,7 @@ from lightning_thunder_strategy.distributed import sharding as parameters
 from lightning_thunder_strategy.distributed.accumulation import Accumulation
 from lightning_thunder_strategy.distributed.buffers import broadcast_buffers
 from lightning_thunder_strategy.distributed.initialization import sharded_construction
+from lightning_thunder_strategy.distributed.tensor_styles import Plan
 from lightning_thunder_strategy.steps.step import CompiledStep, Unit
 from lightning_thunder_strategy.strategies.engine import Engine
 from lightning_thunder_strategy.strategies.options import (
@@ -32,10 +33,13 @@ from lightning_thunder_strategy.strategies.options import (
     StartMethod,
     StateDictType,
     StrategyOptions,
+    TensorSize,
     Unshard,
     check_processes,
     check_sharding,
     check_single_device,
+    check_tensor_parallel,
+    check_unshard,
     compile_config,
 )
 from lightning_thunder_strategy.strategies.trainer_base import CompiledStepsStrategy
@@ -82,16 +86,32 @@ class ThunderStrategy(CompiledStepsStrategy, SingleDeviceStrategy):
         self._root_device = check_single_device(type(self).__name__, devices, self._root_device)
 
 
-class _Distributed(CompiledStepsStrategy, DDPStrategy):
+class DistributedStrategy(CompiledStepsStrategy, DDPStrategy):
     """What our strategies of several processes share; Lightning's DDP strategy knows launchers and ranks."""
 
     is_distributed = True  # type: ignore[assignment]
     _broadcast_buffers: bool
 
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return self._engine.tensor.sampler(super().distributed_sampler_kwargs)
+
+    @override
+    def reduce(self, tensor: Tensor, group: Optional[Any] = None, reduce_op: Any = "mean") -> Tensor:
+        """Over the data-parallel ranks, unless a group is given: the ranks of one layer have the same values."""
+        return super().reduce(tensor, self._engine.data_group if group is None else group, reduce_op)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        votes = torch.tensor(int(decision), device=self.root_device)
+        total = int(super().reduce(votes, torch.distributed.group.WORLD, "sum"))
+        return total == self.world_size if all else bool(total)
+
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._engine.connect_ranks(self.root_device)
+        self._engine.connect_ranks(self.root_device, self.num_processes)
 
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
@@ -159,7 +179,32 @@ class _Distributed(CompiledStepsStrategy, DDPStrategy):
         return output
 
 
-class ThunderDDPStrategy(_Distributed):
+class ShardedStrategy(DistributedStrategy):
+    """What strategies share under which a rank has only a part of the parameters."""
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: Optional[bool] = None) -> Iterator[None]:
+        device: AbstractContextManager = torch.device("meta") if empty_init else nullcontext()
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    @contextmanager
+    @override
+    def model_sharded_context(self) -> Iterator[None]:
+        if self._engine.scheme is None or self._engine.tensor.parallel:  # a plan needs the names in the whole model
+            yield
+            return
+        with sharded_construction(self._engine.scheme):
+            yield
+
+
+class ThunderDDPStrategy(DistributedStrategy):
     """Trains on several processes with whole parameters on each; gradients are averaged inside the compiled backward.
 
     Args:
@@ -216,7 +261,7 @@ class ThunderDDPStrategy(_Distributed):
         self._broadcast_buffers = broadcast_buffers
 
 
-class ThunderFSDPStrategy(_Distributed):
+class ThunderFSDPStrategy(ShardedStrategy):
     """Trains on several processes with each parameter, its gradient and its optimizer state spread over them.
 
     Inside a step a parameter is gathered where it is used, and its gradient reduce-scattered, as part of the compiled
@@ -227,6 +272,10 @@ class ThunderFSDPStrategy(_Distributed):
             also keeps gradients whole over the micro-batches of one optimizer step, and reduces them once.
         replicas: How many groups of processes hold all shards each (hybrid sharding): with 2 on 16 processes parameters
             are spread over 8, and gathers stay among those. A divisor of the number of processes.
+        tensor_parallel_size: How many consecutive ranks compute each layer together: a divisor of the number of
+            processes, or ``"auto"``, all processes of a node. The groups of ranks are data-parallel, and shard further.
+        plan: Which layers, and how: ``"auto"`` for Hugging Face models with a ``tp_plan`` and LitGPT's GPT, or entries
+            by glob of module names, such as ``{"*.attn.qkv": "colwise", "*.attn.proj": "rowwise"}``.
         executors: What runs the parts of the program: ``"auto"``, or names in priority order such as ``["inductor"]``;
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
@@ -261,6 +310,8 @@ class ThunderFSDPStrategy(_Distributed):
         self,
         sharding: Sharding = "zero3",
         replicas: int = 1,
+        tensor_parallel_size: TensorSize = 1,
+        plan: Plan = "auto",
         executors: Executors = "auto",
         transforms: Sequence[Transform] = (),
         compile: Compile = "step",
@@ -278,41 +329,15 @@ class ThunderFSDPStrategy(_Distributed):
         start_method: StartMethod = "popen",
     ) -> None:
         check_sharding(sharding, replicas)
+        tensor = check_tensor_parallel(tensor_parallel_size, plan, sharding, replicas)
         communication = Communication(bucket_size_mb, reduce_dtype, prefetch, in_flight_mb)
         check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         config = compile_config(compile, highest="step")
-        if start_method != "popen":  # such processes hand the weights back to the main process
-            if unshard_on_teardown is False:
-                raise ValueError(
-                    f"unshard_on_teardown=False is not allowed with start_method={start_method!r}, which brings whole "
-                    "weights back to the main process: choose 'auto' or True, or start_method='popen'."
-                )
-            unshard_on_teardown = True
+        unshard_on_teardown = check_unshard(unshard_on_teardown, start_method)
         communication.check_compiled(config)
         options = StrategyOptions(
             executors, transforms, config, unshard_on_teardown, state_dict_type, report, nonfinite_gradients
         )
-        self._use(Engine(options, sharding, timeout, communication, replicas))
+        self._use(Engine(options, sharding, timeout, communication, replicas, tensor))
         self._broadcast_buffers = broadcast_buffers
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @contextmanager
-    @override
-    def tensor_init_context(self, empty_init: Optional[bool] = None) -> Iterator[None]:
-        device: AbstractContextManager = torch.device("meta") if empty_init else nullcontext()
-        with device, self.precision_plugin.tensor_init_context():
-            yield
-
-    @contextmanager
-    @override
-    def model_sharded_context(self) -> Iterator[None]:
-        if self._engine.scheme is None:
-            yield
-            return
-        with sharded_construction(self._engine.scheme):
-            yield

@@ -200,6 +200,7 @@ class CompiledStepsStrategy(Strategy):
         schedulers = [config.scheduler for config in self.lr_scheduler_configs]
         step = self._step(name)
         self._before_step(step, args)
+        self._engine.check_inputs(name, args)
         optimizers = [*self._lightning_optimizers, *self.optimizers]
         return step(args, kwargs, optimizers, schedulers, self._gathering)
 

@@ -63,7 +63,7 @@ def parameter_collectives(trace: Trace) -> list[ParameterCollective]:
             found.append(ParameterCollective(op, node, wait, before, *node.meta[_MERGED]))
         elif op == GATHER:
             chain = parameter_gather(wait)
-            if chain is not None:
+            if chain is not None and not any(collective_name(member) is not None for member in chain[2:]):
                 before = tuple(reversed(chain[2:]))
                 origin = trace.origin((before[0] if before else node).all_input_nodes[0])
                 known = origin is not None and origin.kind == "parameter"

@@ -60,12 +60,13 @@ _FORMS = (
 
 
 def is_form_of(node: fx.Node, gathered: set[fx.Node]) -> bool:
-    """Whether ``node`` is another form of one gathered parameter: a cast, a view, a part."""
+    """Whether ``node`` is another form of one gathered parameter: a cast, a view, a part, parts one after the other."""
     if node.op != "call_function" or not any(used in gathered for used in node.all_input_nodes[:1]):
         return False
     if node.target is operator.getitem:
         return True
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in _FORMS
+    name = node.target._schema.name.split("::")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
+    return name in _FORMS or (name == "cat" and all(used in gathered for used in node.all_input_nodes))
 
 
 def _is(node: fx.Node, name: str) -> bool:

@@ -1,0 +1,16 @@
+"""The plans that Hugging Face models bring along."""
+
+from typing import Optional
+
+from torch import nn
+
+
+def plan_of(module: nn.Module) -> Optional[dict[str, str]]:
+    """The ``tp_plan`` of a whole model; ``None`` for anything else, also for a model inside of a model.
+
+    The outermost one has the entries of those inside of it.
+    """
+    if not any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
+        return None
+    plan = getattr(module, "_tp_plan", None)
+    return dict(plan) if plan else None

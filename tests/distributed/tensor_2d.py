@@ -1,0 +1,89 @@
+"""Checks of tensor and data parallelism together, on four ranks."""
+
+from typing import Any
+
+import lightning as L
+import torch
+
+from tests.distributed.checkpoints import _each_epoch, _folder
+from tests.distributed.parity import EXACT, NORMS_IN_FLOAT32, _float64
+from tests.distributed.tensor import TWO_LAYERS, LitGPT, Llama, Plain, collectives, compare, fit, strategy
+from tests.distributed.training import Result, thunder
+
+
+@_float64
+def check_two_groups_equal_one_process() -> None:
+    """Parameters repeated in each group; gradients are averaged over the groups."""
+    result = compare(lambda: LitGPT(n_layer=1), groups=2, clip=0.1)
+    module = result.module
+    halved = ("lm_head", "fc_", "wte", "qkv", "mlp.proj.weight", "attn.proj.weight")
+    sizes = {name: p.numel() * 8 for name, p in module.named_parameters()}
+    averaged = sum(size // (2 if any(key in name for key in halved) else 1) for name, size in sizes.items())
+    activations = 3 * 4 * 6 * 32 * 8  # two layers' inputs and that of the head
+    assert collectives(result)["backward", "all_reduce"][1] == averaged + activations
+
+
+@_float64
+def check_shards_of_parts_equal_one_process() -> None:
+    """Parameters split by the plan, and each part over the groups."""
+    seen: dict[str, Any] = {}
+
+    class Look(L.Callback):
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            seen.update({name: tuple(p.to_local().shape) for name, p in pl_module.named_parameters()})
+
+    for kind in ("zero2", "zero3"):
+        result = compare(lambda: LitGPT(n_layer=1), groups=2, clip=0.1, sharding=kind, callbacks=[Look()])
+        found = collectives(result)
+        again = found.get(("backward", "all_gather_into_tensor"), (0, 0))[1]
+        assert (again > 0) == (kind == "zero3")
+    assert seen["net.transformer.h.0.attn.qkv.weight"] == (16, 32)  # of 64
+    assert seen["net.transformer.h.0.mlp.proj.weight"] == (16, 10)  # of [32, 20]
+    assert seen["net.transformer.h.0.norm_1.weight"] == (16,)
+    compare(lambda: Llama(tied=True), NORMS_IN_FLOAT32, groups=2, sharding="zero3", compile="off")
+
+
+@_float64
+def check_sampler_and_sums_are_over_groups() -> None:
+    class Sums(Plain):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("rows", torch.tensor(float(len(batch[0]))), on_epoch=True, sync_dist=True, reduce_fx="sum")
+            return super().training_step(batch, batch_idx)
+
+    result = fit(Sums(), strategy(plan=TWO_LAYERS), max_epochs=1, limit_val_batches=0)
+    assert result.metrics["rows_epoch"] == 24
+    rank = torch.distributed.get_rank()
+    assert result.trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": rank // 2}
+
+
+@_float64
+def check_checkpoints_move_between_meshes() -> None:
+    """What two groups of two save goes on as one group of four, as shards, and under DDP; the optimizer's state too."""
+    rows = {"2d": 6, "tp": 6, "tp4": 12, "zero3": 3, "ddp": 3}  # of one rank, so that the batch of all has 12
+
+    def run(name: str, epochs: int, **options: Any) -> Result:
+        kind = options.pop("kind", "full")
+        torch.manual_seed(3)
+        own = {"compile": "off", "state_dict_type": kind}
+        chosen = {
+            "2d": lambda: strategy(plan=TWO_LAYERS, sharding="zero3", **own),
+            "tp": lambda: strategy(plan=TWO_LAYERS, **own),
+            "tp4": lambda: strategy(plan=TWO_LAYERS, tensor_parallel_size=4, **own),
+        }.get(name, lambda: thunder(name, **own))()
+        return fit(Plain(), chosen, rows[name], max_epochs=epochs, limit_val_batches=0, **options)
+
+    straight = run("2d", 2)
+    for name, kind, others in (
+        ("2d", "full", ("tp4", "zero3", "ddp")), ("2d", "sharded", ("tp", "zero3")), ("zero3", "full", ("2d",)),
+    ):  # fmt: skip
+        with _folder() as folder:
+            run(name, 1, kind=kind, callbacks=[_each_epoch(folder)], enable_checkpointing=True)
+            (path,) = list(folder.iterdir())
+            if kind == "full":
+                saved = torch.load(path, weights_only=False)["state_dict"]
+                plain = {key: value.shape for key, value in Plain().state_dict().items()}
+                assert {key: value.shape for key, value in saved.items()} == plain
+            for other in others:
+                resumed = run(other, 2, kind=kind, ckpt_path=path)
+                for key, value in straight.weights.items():
+                    torch.testing.assert_close(resumed.weights[key], value, **EXACT)
