@@ -12,5 +12,6 @@ def plan_of(module: nn.Module) -> Optional[dict[str, str]]:
     """
     if not any(cls.__name__ == "PreTrainedModel" for cls in type(module).__mro__):
         return None
-    plan = getattr(module, "_tp_plan", None)
-    return dict(plan) if plan else None
+    own = getattr(type(module), "_tp_plan", None) or {}  # of the head; some releases leave it out of the instance's
+    body = getattr(module, "_tp_plan", None) or {}
+    return {**own, **body} or None
