@@ -93,6 +93,8 @@ EVERY_OPTION = {
     "bucket_size_mb": 12.5,
     "reduce_dtype": "bfloat16",
     "prefetch": 2,
+    "tensor_parallel_size": 1,  # not allowed together with replicas
+    "plan": "auto",
     "in_flight_mb": 64.0,
     "nonfinite_gradients": "raise",
     "process_group_backend": "gloo",
@@ -131,7 +133,18 @@ def test_every_option_round_trips_through_print_config(tmp_path: Path) -> None:
     assert_every_option(cli("--config", str(again)).trainer.strategy)
 
 
-@pytest.mark.parametrize("name", ["ThunderStrategy", "ThunderDDPStrategy", "ThunderFSDPStrategy"])
+def test_plans_of_tensor_parallelism_from_yaml(tmp_path: Path) -> None:
+    plan = {"*.attn.qkv": "colwise", "*.proj": "rowwise"}
+    options = {"tensor_parallel_size": 2, "plan": plan}
+    for name, parallelism in (("ThunderTPStrategy", "tp"), ("ThunderFSDPStrategy", "zero3")):
+        config = written(tmp_path, {"class_path": f"{PACKAGE}.{name}", "init_args": options})
+        engine = cli("--config", config).trainer.strategy._engine
+        assert engine.parallelism == parallelism and (engine.tensor.size, engine.tensor.plan) == (2, plan)
+        init_args = yaml.safe_load(printed("--config", config))["trainer"]["strategy"]["init_args"]
+        assert {key: init_args[key] for key in options} == options
+
+
+@pytest.mark.parametrize("name", ["ThunderStrategy", "ThunderDDPStrategy", "ThunderFSDPStrategy", "ThunderTPStrategy"])
 def test_defaults_round_trip(tmp_path: Path, name: str) -> None:
     text = printed("--config", written(tmp_path, {"class_path": f"{PACKAGE}.{name}"}))
     again = tmp_path / "again.yaml"

@@ -173,3 +173,24 @@ def test_a_submodule_compiled_by_the_user_trains() -> None:
     run = fit(Compiled, thunder())
     assert run.step()["mode"] == "step" and run.step()["graphs"] >= 1
     assert list(run.module.state_dict()) == list(Classifier().state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 is not allowed: give a divisor"),
+        ({"tensor_parallel_size": True}, "tensor_parallel_size=True is not allowed"),
+        ({"plan": "automatic", "tensor_parallel_size": 2}, "plan='automatic' is not allowed: give 'auto', or entries"),
+        ({"plan": {"a": "cols"}, "tensor_parallel_size": 2}, "'cols' is not an entry that is known. Known are: col"),
+        ({"plan": {"a": "colwise"}}, "plan is given with tensor_parallel_size=1"),
+        ({"tensor_parallel_size": 2, "sharding": "zero1"}, "sharding='zero1' is not allowed with tensor_"),
+        ({"tensor_parallel_size": 2, "replicas": 2}, "replicas=2 is not allowed with tensor_parallel_size=2"),
+    ],
+)
+@pytest.mark.parametrize("namespace", [lts, lts.fabric])
+def test_tensor_parallel_options(namespace: Any, options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        namespace.ThunderFSDPStrategy(**options)
+    if not {"sharding", "replicas"} & set(options) and "tensor_parallel_size" in options:
+        with pytest.raises(ValueError, match=message):
+            namespace.ThunderTPStrategy(**options)
