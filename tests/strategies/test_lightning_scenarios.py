@@ -11,6 +11,7 @@ from lightning.fabric.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import Strategy
 from torchmetrics import MeanMetric
 
+import lightning_thunder_strategy as lts
 from lightning_thunder_strategy import fabric as thunder
 from tests.strategies.fabric_helpers import Net, fabric
 from tests.strategies.modules import Linear
@@ -62,6 +63,14 @@ def test_the_base_class_hears_of_an_exception() -> None:
     with mock.patch.object(Strategy, "on_exception") as watched, pytest.raises(RuntimeError, match="in a hook"):
         make_trainer(thunder_trainer(compile="off"), max_epochs=1).fit(Fails(), classification_data())
     watched.assert_called_once_with(error)
+
+
+def test_a_clock_that_a_test_has_replaced_is_not_read() -> None:
+    step = lts.compile(lambda x: (x * 2).sum(), executors=["eager"])
+    x = torch.ones(2, requires_grad=True)
+    with mock.patch("time.perf_counter", side_effect=[]):  # an exhausted one ends Lightning's epochs for ever
+        step(x).backward()
+    assert x.grad.tolist() == [2, 2]
 
 
 class Manual(Linear):
