@@ -263,6 +263,12 @@ def test_what_a_constructor_refuses_is_an_error_of_the_command_line(
             lts.ThunderFSDPStrategy(**options)
 
 
+@pytest.mark.parametrize("name", [name for name in lts.__all__ if name.endswith("Strategy")])
+def test_every_strategy_refuses_on_the_command_line(name: str, capsys: pytest.CaptureFixture) -> None:
+    text = error_of(capsys, f"--trainer.strategy={name}", "--trainer.strategy.executors=[nvfuzer]")
+    assert f"error: {name}: executors: 'nvfuzer' is not a known executor" in " ".join(text.split())
+
+
 def test_a_model_trains_from_a_config(tmp_path: Path) -> None:
     strategy = {"class_path": f"{PACKAGE}.ThunderStrategy", "init_args": {"executors": ["eager"]}}
     made = cli("--config", written(tmp_path, strategy), "--trainer.fast_dev_run=true")

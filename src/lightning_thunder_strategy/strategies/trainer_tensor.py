@@ -6,6 +6,7 @@ from typing import Optional
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 
+from lightning_thunder_strategy.compiler.refusals import told_by_the_parser
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.distributed.tensor_styles import Plan
 from lightning_thunder_strategy.strategies.engine import Engine
@@ -69,6 +70,7 @@ class ThunderTPStrategy(ShardedStrategy):
 
     strategy_name = "thunder_tp"
 
+    @told_by_the_parser
     def __init__(
         self,
         tensor_parallel_size: TensorSize = "auto",
