@@ -12,7 +12,7 @@ CONFORMANCE_NEEDS := cloudpickle scikit-learn tensorboardX omegaconf
 INDUCTOR_OPS := add exp softmax cumsum cat where var_mean linalg.vector_norm nn.functional.linear \
 	nn.functional.layer_norm nn.functional.cross_entropy nn.functional.embedding
 
-.PHONY: setup demo test conformance opinfo fuzz soak lint clean
+.PHONY: setup demo test tensor conformance opinfo fuzz soak lint clean
 
 setup: $(VENV)/.ready
 
@@ -36,6 +36,11 @@ conformance: setup
 	@test -d "$(LIGHTNING_SRC)/tests" || { echo "set LIGHTNING_SRC to a checkout of Lightning"; exit 2; }
 	$(PIP) --upgrade --target build/conformance/site $(CONFORMANCE_NEEDS)
 	PYTHONPATH=$(CURDIR)/build/conformance/site $(BIN)/python -m tests.conformance.run "$(LIGHTNING_SRC)" $(OPTIONS)
+
+# More of tensor parallelism than `make test` runs
+tensor: setup
+	$(BIN)/python -m tests.distributed.run 2 tensor
+	$(BIN)/python -m tests.distributed.run 4 tensor_2d
 
 # PyTorch's own operator samples through the compiler
 opinfo: setup

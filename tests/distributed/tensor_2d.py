@@ -32,15 +32,37 @@ def check_shards_of_parts_equal_one_process() -> None:
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             seen.update({name: tuple(p.to_local().shape) for name, p in pl_module.named_parameters()})
 
-    for kind in ("zero2", "zero3"):
-        result = compare(lambda: LitGPT(n_layer=1), groups=2, clip=0.1, sharding=kind, callbacks=[Look()])
-        found = collectives(result)
-        again = found.get(("backward", "all_gather_into_tensor"), (0, 0))[1]
-        assert (again > 0) == (kind == "zero3")
+    compare(lambda: LitGPT(n_layer=1), groups=2, clip=0.1, sharding="zero3", compile="off", callbacks=[Look()])
     assert seen["net.transformer.h.0.attn.qkv.weight"] == (16, 32)  # of 64
     assert seen["net.transformer.h.0.mlp.proj.weight"] == (16, 10)  # of [32, 20]
     assert seen["net.transformer.h.0.norm_1.weight"] == (16,)
-    compare(lambda: Llama(tied=True), NORMS_IN_FLOAT32, groups=2, sharding="zero3", compile="off")
+
+
+@_float64
+def check_hf_llama_with_shards_of_parts() -> None:
+    compare(lambda: Llama(tied=True), NORMS_IN_FLOAT32, groups=2, sharding="zero3")
+
+
+@_float64
+def check_programs_gather_shards_of_parts() -> None:
+    for kind in ("zero2", "zero3"):
+        result = compare(lambda: LitGPT(n_layer=1), groups=2, clip=0.1, sharding=kind)
+        again = collectives(result).get(("backward", "all_gather_into_tensor"), (0, 0))[1]
+        assert (again > 0) == (kind == "zero3")
+
+
+@_float64
+def check_programs_of_a_small_model() -> None:
+    """Counts and bytes: gathers of parts over the groups, sums of activations within a group."""
+    result = compare(Plain, groups=2, plan=TWO_LAYERS, sharding="zero2", bucket_size_mb=0)
+    issued = [line.split() for line in result.trainer.strategy.records()[0].programs[0].sequence]
+    groups = {(words[0], words[-1]) for words in issued if len(words) > 1}
+    assert groups == {("all_gather_into_tensor", "2x2"), ("reduce_scatter_tensor", "2x2"), ("all_reduce", "2x1")}
+    found, parts = collectives(result), (8 * 6 + 8 + 8 * 4) // 2
+    padded = parts + 4 + 2 * 4 + 2  # the biases and the last layer, whose one row is padded to one on each rank
+    assert found["forward", "all_gather_into_tensor"] == (6, padded * 8)
+    assert found["backward", "reduce_scatter_tensor"] == (6, padded * 8)
+    assert found["forward", "all_reduce"] == (1, 4 * 4 * 8) and ("backward", "all_reduce") not in found
 
 
 @_float64
@@ -74,7 +96,7 @@ def check_checkpoints_move_between_meshes() -> None:
 
     straight = run("2d", 2)
     for name, kind, others in (
-        ("2d", "full", ("tp4", "zero3", "ddp")), ("2d", "sharded", ("tp", "zero3")), ("zero3", "full", ("2d",)),
+        ("2d", "full", ("tp4", "zero3", "ddp")), ("2d", "sharded", ("tp",)), ("zero3", "full", ("2d",)),
     ):  # fmt: skip
         with _folder() as folder:
             run(name, 1, kind=kind, callbacks=[_each_epoch(folder)], enable_checkpointing=True)

@@ -128,7 +128,7 @@ def _rowwise_to_sequence(group: TensorGroup, own: Callable) -> Forward:
 
 
 def _plus(x: Tensor, bias: Optional[Tensor]) -> Tensor:
-    return x if bias is None else x + bias
+    return x if bias is None else x + bias.to(x.dtype)  # as linear layers do under autocast
 
 
 def _embedding_rowwise(group: TensorGroup, own: Callable) -> Forward:
