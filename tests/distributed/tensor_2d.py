@@ -78,34 +78,43 @@ def check_sampler_and_sums_are_over_groups() -> None:
     assert result.trainer.strategy.distributed_sampler_kwargs == {"num_replicas": 2, "rank": rank // 2}
 
 
+def _run(name: str, epochs: int, kind: str = "full", **options: Any) -> Result:
+    """Train under the strategy called ``name``; the batch of all ranks has 12 rows under each."""
+    rows = {"2d": 6, "tp": 6, "tp4": 12}.get(name, 3)
+    own: dict[str, Any] = {"compile": "off", "state_dict_type": kind}
+    torch.manual_seed(3)
+    if name == "2d":
+        own["sharding"] = "zero3"
+    if name == "tp4":
+        own["tensor_parallel_size"] = 4
+    chosen = strategy(plan=TWO_LAYERS, **own) if name in ("2d", "tp", "tp4") else thunder(name, **own)
+    return fit(Plain(), chosen, rows, max_epochs=epochs, limit_val_batches=0, **options)
+
+
+def _assert_goes_on(straight: Result, name: str, kind: str, others: tuple[str, ...]) -> None:
+    """What is saved under one strategy goes on under others, the optimizer's state too."""
+    with _folder() as folder:
+        _run(name, 1, kind, callbacks=[_each_epoch(folder)], enable_checkpointing=True)
+        (path,) = list(folder.iterdir())
+        if kind == "full":
+            saved = torch.load(path, weights_only=False)["state_dict"]
+            plain = {key: value.shape for key, value in Plain().state_dict().items()}
+            assert {key: value.shape for key, value in saved.items()} == plain
+        for other in others:
+            resumed = _run(other, 2, kind, ckpt_path=path)
+            for key, value in straight.weights.items():
+                torch.testing.assert_close(resumed.weights[key], value, **EXACT)
+
+
 @_float64
 def check_checkpoints_move_between_meshes() -> None:
-    """What two groups of two save goes on as one group of four, as shards, and under DDP; the optimizer's state too."""
-    rows = {"2d": 6, "tp": 6, "tp4": 12, "zero3": 3, "ddp": 3}  # of one rank, so that the batch of all has 12
+    straight = _run("2d", 2)
+    _assert_goes_on(straight, "2d", "full", ("tp4", "ddp"))
+    _assert_goes_on(straight, "2d", "sharded", ("tp",))
 
-    def run(name: str, epochs: int, **options: Any) -> Result:
-        kind = options.pop("kind", "full")
-        torch.manual_seed(3)
-        own = {"compile": "off", "state_dict_type": kind}
-        chosen = {
-            "2d": lambda: strategy(plan=TWO_LAYERS, sharding="zero3", **own),
-            "tp": lambda: strategy(plan=TWO_LAYERS, **own),
-            "tp4": lambda: strategy(plan=TWO_LAYERS, tensor_parallel_size=4, **own),
-        }.get(name, lambda: thunder(name, **own))()
-        return fit(Plain(), chosen, rows[name], max_epochs=epochs, limit_val_batches=0, **options)
 
-    straight = run("2d", 2)
-    for name, kind, others in (
-        ("2d", "full", ("tp4", "zero3", "ddp")), ("2d", "sharded", ("tp",)), ("zero3", "full", ("2d",)),
-    ):  # fmt: skip
-        with _folder() as folder:
-            run(name, 1, kind=kind, callbacks=[_each_epoch(folder)], enable_checkpointing=True)
-            (path,) = list(folder.iterdir())
-            if kind == "full":
-                saved = torch.load(path, weights_only=False)["state_dict"]
-                plain = {key: value.shape for key, value in Plain().state_dict().items()}
-                assert {key: value.shape for key, value in saved.items()} == plain
-            for other in others:
-                resumed = run(other, 2, kind=kind, ckpt_path=path)
-                for key, value in straight.weights.items():
-                    torch.testing.assert_close(resumed.weights[key], value, **EXACT)
+@_float64
+def check_more_checkpoints_move_between_meshes() -> None:
+    straight = _run("tp", 2)
+    _assert_goes_on(straight, "zero3", "full", ("2d", "tp"))
+    _assert_goes_on(straight, "tp", "sharded", ("2d", "zero3"))
