@@ -12,7 +12,7 @@ CONFORMANCE_NEEDS := cloudpickle scikit-learn tensorboardX omegaconf
 INDUCTOR_OPS := add exp softmax cumsum cat where var_mean linalg.vector_norm nn.functional.linear \
 	nn.functional.layer_norm nn.functional.cross_entropy nn.functional.embedding
 
-.PHONY: setup demo test tensor conformance opinfo fuzz soak lint clean
+.PHONY: setup demo test tensor conformance opinfo triton fuzz soak lint clean
 
 setup: $(VENV)/.ready
 
@@ -46,6 +46,13 @@ tensor: setup
 opinfo: setup
 	$(BIN)/python -m tests.opinfo.sweep --dtypes float32 float64 bfloat16 --output build/opinfo-eager.json
 	$(BIN)/python -m tests.opinfo.sweep --executors inductor --ops $(INDUCTOR_OPS) --output build/opinfo-inductor.json
+
+# Our Triton kernels: values in Triton's interpreter, and compiled for GPUs; no GPU is needed
+TRITON_VERSION ?= 3.9.0
+triton: setup
+	$(PIP) --no-deps --target build/triton/site triton==$(TRITON_VERSION)
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/build/triton/site $(BIN)/python -m pytest tests/executors/test_triton.py
+	PYTHONPATH=$(CURDIR)/build/triton/site $(BIN)/python -m tests.executors.compile_kernels
 
 # FUZZ_EXAMPLES random examples for each property; make test runs a few, always the same.
 FUZZ_EXAMPLES ?= 300

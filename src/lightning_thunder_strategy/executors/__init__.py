@@ -6,6 +6,7 @@ from lightning_thunder_strategy.executors.registration import register
 from lightning_thunder_strategy.executors.registry import ExecutorInfo
 from lightning_thunder_strategy.executors.registry import list_executors as list
 from lightning_thunder_strategy.executors.sdpa import SdpaExecutor
+from lightning_thunder_strategy.executors.triton import TritonExecutor
 
 __all__ = [
     "ChunkedLossExecutor",
@@ -16,6 +17,7 @@ __all__ = [
     "OperatorExecutor",
     "Replacement",
     "SdpaExecutor",
+    "TritonExecutor",
     "list",
     "register",
 ]

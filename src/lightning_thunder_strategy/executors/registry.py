@@ -11,9 +11,11 @@ from lightning_thunder_strategy.executors.chunked_loss import ChunkedLossExecuto
 from lightning_thunder_strategy.executors.eager import EagerExecutor
 from lightning_thunder_strategy.executors.inductor import InductorExecutor
 from lightning_thunder_strategy.executors.sdpa import SdpaExecutor
+from lightning_thunder_strategy.executors.triton import TritonExecutor
 
 _OURS: dict[str, Callable[[], Executor]] = {
     "sdpa": SdpaExecutor,
+    "triton": TritonExecutor,
     "chunked_loss": ChunkedLossExecutor,
     "inductor": InductorExecutor,
 }
