@@ -2,7 +2,9 @@
 
 import copy
 import sys
+import time
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -102,6 +104,25 @@ def test_a_script_that_fails_before_any_claim_is_not_searched(tmp_path, capsys):
     (tmp_path / "script.py").write_text("import sys; sys.exit(3)")
     assert main(["bisect", str(tmp_path / "script.py")]) == 1
     assert "fails before an executor has claimed anything" in capsys.readouterr().out
+
+
+def test_a_run_that_takes_too_long_leaves_no_process(tmp_path):
+    script, number = tmp_path / "script.py", tmp_path / "number"
+    script.write_text(
+        "import pathlib, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"pathlib.Path({str(number)!r}).write_text(str(child.pid))\n"
+        "time.sleep(60)\n"
+    )
+    found = bisect.run_with([sys.executable, str(script)], 0, timeout=5)
+    assert not found.succeeded
+    child = int(number.read_text())
+    for _ in range(100):
+        if not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("a process that the script had started still runs")
 
 
 # --------------------------------------------------------------------------------------------------------------- fuel

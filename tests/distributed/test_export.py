@@ -86,6 +86,16 @@ def test_several_files_and_another_dtype_replace_an_earlier_export(tmp_path: Pat
         assert torch.equal(loaded.state_dict()[name], value), name
 
 
+def test_other_files_of_the_folder_stay(tmp_path: Path) -> None:
+    _, checkpoint = trained(llama(), tmp_path, "full")
+    (tmp_path / "hf").mkdir()
+    others = ["model.fp16.safetensors", "model_ema.safetensors", "model-lora.safetensors.bak", "tokenizer.json"]
+    for name in others:
+        (tmp_path / "hf" / name).touch()
+    export_checkpoint(checkpoint, tmp_path / "hf", to="safetensors", prefix="model.")
+    assert {file.name for file in (tmp_path / "hf").iterdir()} == {"model.safetensors", *others}
+
+
 def test_an_export_that_fails_leaves_the_earlier_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, checkpoint = trained(llama(), tmp_path, "full")
     export_checkpoint(checkpoint, tmp_path / "hf", to="safetensors", prefix="model.")
@@ -104,6 +114,9 @@ def test_an_export_that_fails_leaves_the_earlier_one(tmp_path: Path, monkeypatch
 def test_what_cannot_be_exported_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     torch.save({"state_dict": {"model.weight": torch.ones(1), "other.weight": torch.ones(1)}}, tmp_path / "a.ckpt")
     torch.save({"epoch": 1}, tmp_path / "no_model.ckpt")
+    stored = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    lts.QuantizeWeights("int4").module(stored)
+    torch.save(stored.state_dict(), tmp_path / "bits.ckpt")
     torch.save({"state_dict": {"weight": torch.ones(1)}, "hyper_parameters": Holder}, tmp_path / "code.ckpt")
 
     def refused(checkpoint: str, *options: str) -> str:
@@ -113,6 +126,7 @@ def test_what_cannot_be_exported_is_said(tmp_path: Path, capsys: pytest.CaptureF
 
     assert "its names begin with 'model.', 'other.'" in refused("a.ckpt", "--prefix", "net.")
     assert "has no model under 'state_dict' or 'model'" in refused("no_model.ckpt")
+    assert "holds weights in few bits (0.weight_codes)" in refused("bits.ckpt")
     assert "There is no checkpoint" in refused("absent.ckpt")
     assert "holds more than tensors and plain values" in refused("code.ckpt")
     (tmp_path / "empty").mkdir()

@@ -174,6 +174,9 @@ DECLINED = {
     "used elsewhere too (argmax)": lambda x, w, t: F.cross_entropy((z := F.linear(x, w)), t) + z.argmax(-1).sum() * 0,
     "not a matrix of rows": lambda x, w, t: F.cross_entropy(F.linear(x, w).view(2, 3, 7).mT, t.view(2, 3)),
     "reshaped across rows": lambda x, w, t: F.cross_entropy(F.linear(x, w).view(7, 6).view(6, 7), t),
+    "a part of a part of its logits": lambda x, w, t: F.cross_entropy(
+        F.linear(x.view(3, 2, 4), w)[:2][:, :1].flatten(0, 1), t[:2]
+    ),
     "float16: gradients would underflow": lambda x, w, t: F.cross_entropy(F.linear(x.half(), w.half()), t),
 }  # fmt: skip
 
@@ -210,3 +213,26 @@ def test_a_part_without_gradients_gets_none():
     assert gradients[1] is None or not gradients[1].any()
     torch.testing.assert_close(gradients[0], torch.ones_like(x))
     assert claims(compiled, "chunked_loss") == TAKEN
+
+
+def test_a_gradient_of_a_gradient_is_never_computed_from_constants():
+    """A penalty on the gradient of the loss: the program runs eagerly, with the reason, and equals eager."""
+    torch.manual_seed(0)
+    head, target = nn.Linear(4, 7), targets(6, 7)
+
+    def function(x):
+        value = F.cross_entropy(head(x), target)
+        (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+        return value + 100 * gradient.square().sum()
+
+    found = []
+    for call in (lts.compile(function, executors=[ChunkedLossExecutor(), "eager"]), function):
+        x = laid_out((6, 4), torch.float32, "dense")
+        if call is not function:
+            with pytest.warns(lts.CompileWarning, match="no second derivative"):
+                call(x).backward()
+        else:
+            call(x).backward()
+        found.append((x.grad, head.weight.grad))
+        head.weight.grad = None
+    torch.testing.assert_close(*found)

@@ -3,10 +3,12 @@
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -79,16 +81,25 @@ def run_with(command: Sequence[str], limit: int, timeout: Optional[float]) -> Ru
         log, output = Path(folder) / "claims", Path(folder) / "output"
         environment = {**os.environ, LIMIT: str(limit), LOG: str(log)}
         with output.open("w") as file:
+            process = subprocess.Popen(
+                command, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
             try:
-                status = subprocess.run(
-                    command, env=environment, stdout=file, stderr=subprocess.STDOUT, timeout=timeout
-                ).returncode
+                status = process.wait(timeout)
             except subprocess.TimeoutExpired:
                 status = -1
+            finally:
+                _end(process)  # with the processes that it has started
         lines = log.read_text().splitlines() if log.exists() else []
         printed = output.read_text(errors="replace").strip().splitlines()
     claims = {claim["number"]: claim for claim in map(json.loads, lines)}  # every rank counts its own
     return Run(status == 0, [claims[number] for number in sorted(claims)], printed[-1] if printed else "")
+
+
+def _end(process: subprocess.Popen) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def _say(limit: int, found: Run) -> None:

@@ -1,6 +1,7 @@
 """Writes the model in a checkpoint as other programs read it."""
 
 import pickle
+import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from lightning_thunder_strategy.distributed.files import beside, flush, remove, 
 from lightning_thunder_strategy.distributed.trusted import PlainValues, TrustingNobody, clear_errors
 
 Format = Literal["safetensors", "litgpt"]
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json")
 _ROOTS = ("state_dict", "model")  # where the Trainer and Fabric programs keep the model
 
 
@@ -32,8 +34,8 @@ def export_checkpoint(
 
     Args:
         checkpoint: A file or a folder of shards, as the strategies of this package and of Lightning write them.
-        output: A folder; it is made if it is not there. Files of the same names in it are replaced once they are
-            complete.
+        output: A folder; it is made if it is not there. Files of the same names in it, and parts of an earlier export
+            in another number of files, are replaced once the new ones are complete. Others stay.
         to: ``"safetensors"``: ``model.safetensors``, or several with an index, for ``from_pretrained`` (beside the
             model's ``config.json``); ``"litgpt"``: ``lit_model.pth``.
         prefix: What keys must begin with to be taken, and what is cut off them: ``"model."`` where a LightningModule
@@ -115,6 +117,12 @@ def _renamed(state: Mapping[str, Tensor], prefix: str, path: Path) -> dict[str, 
         raise ValueError(
             f"prefix={prefix!r} fits no name in {path}: its names begin with {', '.join(map(repr, first)) or 'none'}."
         )
+    coded = next((name for name in taken if name.rpartition(".")[2] == "weight_codes"), None)
+    if coded is not None:
+        raise ValueError(
+            f"The checkpoint {path} holds weights in few bits ({coded}), which other programs cannot read: load it "
+            "into the module, call lightning_thunder_strategy.restore_weights(module), and save that."
+        )
     return taken
 
 
@@ -134,8 +142,8 @@ def _write_safetensors(state: dict[str, Tensor], folder: Path, max_shard_size: s
         names = sorted((file.name for file in hidden.iterdir()), key=lambda name: name.endswith(".json"))  # index last
         for name in names:
             swap_in(hidden / name, folder / name)
-        for old in folder.glob("model*.safetensors*"):
-            if old.name not in names:
+        for old in folder.iterdir():
+            if old.name not in names and _OURS.fullmatch(old.name):
                 old.unlink()  # of an export in another number of files
     finally:
         remove(hidden)

@@ -53,6 +53,8 @@ def find(node: fx.Node, function: Callable, *options: Any) -> Union[Replacement,
         if reason is not None:
             return reason
         if is_call_of_getitem(current):
+            if index is not None:
+                return "a part of a part of its logits is taken"
             index = current.args[1]
         elif index is not None:
             return "its logits are reshaped before a part of them is taken"
@@ -180,6 +182,7 @@ def define(name: str, rows: Rows) -> Callable[..., list[torch.Tensor]]:
 
     @operator.register_fake
     def _(x, weight, bias, target, ignore_index, mean, chunk_rows, needs):  # type: ignore[no-untyped-def]
+        torch._check(x.shape[0] == target.shape[0], lambda: f"{x.shape[0]} rows and {target.shape[0]} targets")
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         shapes = (x.shape, weight.shape, weight.shape[:1])
         gradients = [x.new_empty(shape if need else (0,)) for shape, need in zip(shapes, needs)]
@@ -190,6 +193,11 @@ def define(name: str, rows: Rows) -> Callable[..., list[torch.Tensor]]:
         ctx.save_for_backward(*output[1:])
 
     def backward(ctx: Any, gradients: list[torch.Tensor]) -> tuple:
+        if torch.is_grad_enabled():  # what is saved does not depend on the inputs any more
+            raise NotImplementedError(
+                f"{name} has no second derivative, and the program takes a gradient of a gradient "
+                "(torch.autograd.grad with create_graph=True): leave its executor out of `executors`."
+            )
         scaled = [
             (value * gradients[0]).to(value.dtype) if need else None
             for value, need in zip(ctx.saved_tensors, ctx.needs)

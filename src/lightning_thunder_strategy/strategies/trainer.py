@@ -126,7 +126,7 @@ class DistributedStrategy(CompiledStepsStrategy, DDPStrategy):
         if accumulation is None or self._engine.scheme is None:
             return
         if self._broadcast_buffers and self._stage == "training" and not accumulation.waiting:
-            broadcast_buffers(module, self._engine.scheme.mesh)
+            broadcast_buffers(module, self._engine.scheme.mesh, again=True)
         if step.record.name != "training_step":
             accumulation.local = False
             return
