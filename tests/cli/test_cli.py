@@ -122,6 +122,14 @@ def assert_every_option(strategy: Any) -> None:
     assert strategy._start_method == "spawn"
 
 
+def test_executors_have_options_of_their_own(tmp_path: Path) -> None:
+    mine = {"class_path": f"{PACKAGE}.executors.SdpaExecutor", "init_args": {"backend": "math"}}
+    options = {"executors": [mine, "chunked_loss", "eager"]}
+    config = written(tmp_path, {"class_path": f"{PACKAGE}.ThunderStrategy", "init_args": options})
+    found = cli("--config", config).trainer.strategy._engine.options.executors
+    assert found == [lts.executors.SdpaExecutor("math"), "chunked_loss", "eager"]
+
+
 def test_every_option_round_trips_through_print_config(tmp_path: Path) -> None:
     config = written(tmp_path, {"class_path": f"{PACKAGE}.ThunderFSDPStrategy", "init_args": EVERY_OPTION})
     assert_every_option(cli("--config", config).trainer.strategy)
