@@ -5,7 +5,9 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_thunder_strategy as lts
@@ -13,7 +15,7 @@ from lightning_thunder_strategy.distributed.schemes import whole
 from lightning_thunder_strategy.distributed.together import RanksDifferError
 from tests.distributed.models import Base, LanguageModel, Regression, sequences, vectors
 from tests.distributed.parity import EXACT, NORMS_IN_FLOAT32, _float64
-from tests.distributed.training import PATIENCE, Result, Watch, assert_equal_results, trainer
+from tests.distributed.training import PATIENCE, Result, Watch, assert_equal_results, thunder, trainer
 
 
 class LitGPT(LanguageModel):
@@ -256,3 +258,63 @@ def check_fabric() -> None:
             each.zero_grad()
     state = fabric.strategy.get_module_state_dict(module)
     torch.testing.assert_close(state, dict(plain.state_dict()), **EXACT)
+
+
+class Checkpointed(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net[3](checkpoint(self.net[:3], x, use_reentrant=False))
+
+
+@_float64
+def check_activation_checkpointing() -> None:
+    for mode in ("step", "off"):
+        compare(Checkpointed, plan=TWO_LAYERS, compile=mode)
+
+
+class Manual(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        self.clip_gradients(optimizer, 0.1, "norm")
+        optimizer.step()
+        return loss
+
+
+@_float64
+def check_manual_optimization_and_submodules() -> None:
+    torch.manual_seed(3)
+    ours = fit(Manual(), strategy(plan=TWO_LAYERS), max_epochs=1, limit_val_batches=0)
+    torch.manual_seed(3)
+    theirs = alone(Plain(), clip=0.1)
+    torch.testing.assert_close(ours.weights, theirs.weights, **EXACT)
+    compare(lambda: LitGPT(n_layer=1), compile="submodules")
+
+
+@_float64
+def check_averages_of_weights_equal_ddp() -> None:
+    results = []
+    for chosen, rows in ((strategy(plan=TWO_LAYERS, compile="off"), 4), (thunder("ddp", compile="off"), 2)):
+        torch.manual_seed(3)
+        module = Plain()
+        fit(module, chosen, rows, max_epochs=1, limit_val_batches=0, callbacks=[EMAWeightAveraging()])
+        results.append(dict(module.state_dict()))
+    torch.testing.assert_close(*results, **EXACT)
+
+
+@_float64
+def check_one_strategy_after_another() -> None:
+    """Parameters that one leaves distributed are taken over by the next; classes are the user's own afterwards."""
+    module = Plain()
+    options: dict = {"max_epochs": 1, "limit_val_batches": 0}
+    fit(module, strategy(plan=TWO_LAYERS, compile="off", unshard_on_teardown=False), **options)
+    left = whole(module.net[0].weight).detach().clone()
+    fit(module, thunder("zero3", compile="off"), **{**options, "max_epochs": 0})
+    assert torch.equal(module.net[0].weight, left) and type(module.net[0]) is nn.Linear
+    fit(module, strategy(plan={"net.0": "colwise_gather_output"}, compile="off"), **options)
+    assert type(module.net[0].weight) is nn.Parameter and not torch.equal(module.net[0].weight, left)

@@ -1,14 +1,18 @@
 """Checks of tensor and data parallelism together, on four ranks."""
 
+import warnings
 from typing import Any
 
 import lightning as L
 import torch
+from torch.utils.data import DataLoader
 
+import lightning_thunder_strategy as lts
 from tests.distributed.checkpoints import _each_epoch, _folder
+from tests.distributed.models import vectors
 from tests.distributed.parity import EXACT, NORMS_IN_FLOAT32, _float64
 from tests.distributed.tensor import TWO_LAYERS, LitGPT, Llama, Plain, collectives, compare, fit, strategy
-from tests.distributed.training import Result, thunder
+from tests.distributed.training import Result, thunder, trainer
 
 
 @_float64
@@ -118,3 +122,13 @@ def check_more_checkpoints_move_between_meshes() -> None:
     straight = _run("tp", 2)
     _assert_goes_on(straight, "zero3", "full", ("2d", "tp"))
     _assert_goes_on(straight, "tp", "sharded", ("2d", "zero3"))
+
+
+def check_groups_may_have_batches_of_different_shapes() -> None:
+    """Ranks compare programs without the sizes of activations, so all run compiled."""
+    group = torch.distributed.get_rank() // 2
+    made = trainer(strategy(plan=TWO_LAYERS), devices=4, max_epochs=1, limit_val_batches=0, limit_train_batches=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lts.CompileWarning)
+        made.fit(Plain(), DataLoader(vectors(), batch_size=3 + group))
+    assert lts.explain(made).to_dict()["steps"]["training_step"]["graphs"] >= 1
