@@ -44,6 +44,8 @@ class _WatchData(TorchFunctionMode):
         self._watch = watch
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Optional[dict] = None) -> Any:
+        if func == _SET_DATA and hasattr(args[0], _GATHERED):
+            raise LostEditError(getattr(args[0], _GATHERED))
         result = func(*args, **(kwargs or {}))
         if func == _GET_DATA:
             name = getattr(args[0], _GATHERED, None) or getattr(args[0]._base, _GATHERED, None)
@@ -52,7 +54,7 @@ class _WatchData(TorchFunctionMode):
         return result
 
 
-_GET_DATA = Tensor.data.__get__
+_GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__
 _GATHERED = "_lts_gathered"  # attribute of a gathered tensor: the name of the parameter
 
 
