@@ -1,9 +1,5 @@
 """``python -m lightning_thunder_strategy doctor``."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -12,18 +8,16 @@ from lightning_thunder_strategy.cli.main import main
 from lightning_thunder_strategy.executors.inductor import InductorExecutor
 
 
-def test_the_doctor_names_every_executor_its_version_and_state():
-    run = subprocess.run(
-        [sys.executable, "-m", "lightning_thunder_strategy", "doctor"],
-        capture_output=True, text=True, timeout=120, env={**os.environ, "COLUMNS": "200"},
-    )  # fmt: skip
-    assert run.returncode == 0 and run.stderr == ""
-    assert f"torch {torch.__version__}" in run.stdout
+def test_the_doctor_names_every_executor_its_version_and_state(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["doctor"]) == 0
+    text = capsys.readouterr().out
+    assert f"torch {torch.__version__}" in text
     for info in lts.executors.list():
-        (row,) = [line for line in run.stdout.splitlines() if line.startswith(f"│ {info.name} ")]
+        (row,) = [line for line in text.splitlines() if line.startswith(f"│ {info.name} ")]
         assert ("not available" in row) != info.available
         assert info.version is None or info.version in row
-    assert 'executors="auto" is ' in run.stdout
+    assert 'executors="auto" is ' in text
 
 
 def test_the_doctor_says_why_not_and_what_to_install(monkeypatch, capsys):
