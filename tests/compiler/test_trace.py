@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lightning_thunder_strategy as lts
-from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler import _torch_aot
 from lightning_thunder_strategy.compiler.surgery import copy_program
 from tests.compiler.parity import assert_same
 from tests.compiler.test_compile_language_models import small_gpt
@@ -186,7 +186,7 @@ def test_printed_programs_of_every_stage_are_bit_equal_to_the_programs(kind):
     capture, _, _ = compile_and_run(*KINDS[kind])
     assert [stage for stage, _, _ in capture.programs][0] == "acquired"
     for stage, program, record in capture.programs:
-        _torch_compat.eager_checkpoints(program)
+        _torch_aot.eager_checkpoints(program)
         inputs = values_for(record)
         outcomes = []
         for run in (program, record.run):

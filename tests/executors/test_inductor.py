@@ -175,16 +175,16 @@ def test_another_executor_takes_regions_and_inductor_the_rest(dynamic):
 
 
 def test_an_operation_that_inductor_cannot_compile_runs_eagerly_and_the_rest_does_not(monkeypatch):
-    from lightning_thunder_strategy.compiler import _torch_compat
+    from lightning_thunder_strategy.compiler import _torch_inductor
 
-    compile_program = _torch_compat.inductor_compile
+    compile_program = _torch_inductor.inductor_compile
 
     def failing(gm, inputs, **kwargs):
         if any(overload(node) == "cumsum" for node in gm.graph.nodes):
             raise RuntimeError("no kernel\nfor this")
         return compile_program(gm, inputs, **kwargs)
 
-    monkeypatch.setattr(_torch_compat, "inductor_compile", failing)
+    monkeypatch.setattr(_torch_inductor, "inductor_compile", failing)
 
     def function(x):
         return (x.sin() * 2).cumsum(0).cos() + 1

@@ -9,7 +9,7 @@ import torch._inductor.config
 from torch import Tensor, fx, nn
 
 import lightning_thunder_strategy as lts
-from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler import _torch_inductor
 from lightning_thunder_strategy.executors import OperatorExecutor
 from tests.compiler.executors import Running, overload
 from tests.strategies.modules import Classifier
@@ -58,13 +58,13 @@ def test_eager() -> None:
 
 def test_inductor_with_its_deterministic_option(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
-    compile_program = _torch_compat.inductor_compile
+    compile_program = _torch_inductor.inductor_compile
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         seen.append(torch._inductor.config.deterministic)
         return compile_program(*args, **kwargs)
 
-    monkeypatch.setattr(_torch_compat, "inductor_compile", noting)
+    monkeypatch.setattr(_torch_inductor, "inductor_compile", noting)
     with torch._inductor.config.patch(force_disable_caches=True):
         run = twice(["inductor"], threads=2, max_epochs=1)
     assert run.step()["executors"].keys() == {"inductor"}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler import _torch_inductor
 from lightning_thunder_strategy.compiler._torch_dtensor import shard_key
 from lightning_thunder_strategy.compiler.report import Program, warn
 from lightning_thunder_strategy.compiler.trace import Trace
@@ -95,8 +95,8 @@ def check_folder() -> None:
     Raises:
         PermissionError: If others can, with what to do.
     """
-    folder = Path(_torch_compat.compile_cache_dir())
-    default = folder == Path(_torch_compat.default_compile_cache_dir())
+    folder = Path(_torch_inductor.compile_cache_dir())
+    default = folder == Path(_torch_inductor.default_compile_cache_dir())
     if default and os.name == "posix" and folder.stat().st_uid == os.getuid():
         folder.chmod(folder.stat().st_mode & ~_WRITABLE_BY_OTHERS)  # torch makes it as the umask says
     _refuse_strangers(folder)
@@ -123,7 +123,7 @@ def _refuse_strangers(path: Path) -> None:
 
 
 def _folder() -> Path:
-    folder = Path(_torch_compat.compile_cache_dir()) / "lightning_thunder_strategy"
+    folder = Path(_torch_inductor.compile_cache_dir()) / "lightning_thunder_strategy"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _refuse_strangers(folder)
     return folder

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler import _torch_aot, _torch_dynamo
 from lightning_thunder_strategy.compiler._torch_fakes import is_plain_fake, run_on_fakes
 from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.emit import node_value, source_line, type_text
@@ -82,7 +82,7 @@ class _Claiming:
                 open_regions.append(node.args)
             elif node.target is torch.amp.autocast_mode._exit_autocast:
                 open_regions.pop()
-            elif _torch_compat.is_checkpoint(node):
+            elif _torch_aot.is_checkpoint(node):
                 name = str(node.args[0].target)  # type: ignore[union-attr]
                 body = copy_program(getattr(gm, name))  # the graph as it was read shares the one that is there
                 self._walk(body, open_regions)
@@ -141,7 +141,7 @@ class _Claiming:
                 with _opened(autocasts):
                     result = run_on_fakes(chosen.function, args, kwargs)
                 _check(result, node_value(node), executor.name)
-            except _torch_compat.control_flow_errors():
+            except _torch_dynamo.control_flow_errors():
                 raise
             except Exception as error:
                 self._tried[key] = error

@@ -13,7 +13,7 @@ from typing import Any, Optional, TypeVar, Union
 import torch
 from torch import fx, nn
 
-from lightning_thunder_strategy.compiler import _torch_compat, cache, events
+from lightning_thunder_strategy.compiler import _torch_dynamo, cache, events
 from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.pipeline import Agreement, Pipeline, Refusal
 from lightning_thunder_strategy.compiler.report import Record, recording
@@ -98,12 +98,12 @@ class CompiledFunction:
             if self.fullgraph:
                 return self._compiled(*args, **kwargs)
             # A frame that Dynamo cannot compile runs eagerly; the listeners record it.
-            with _torch_compat.suppress_dynamo_errors():
+            with _torch_dynamo.suppress_dynamo_errors():
                 return self._compiled(*args, **kwargs)
         except Refusal as refusal:
             raise refusal.error from refusal.error.__cause__
         except Exception as error:
-            if not self.fullgraph or not _torch_compat.is_dynamo_error(error):
+            if not self.fullgraph or not _torch_dynamo.is_dynamo_error(error):
                 raise
             raise compile_error(record, error) from error
 
@@ -126,11 +126,11 @@ class _Backend:
 
 def compile_error(record: Record, error: BaseException) -> CompileError:
     """Dynamo's error as one that names the place, the reason and what to do."""
-    limit = _torch_compat.is_recompile_limit(error)
+    limit = _torch_dynamo.is_recompile_limit(error)
     if limit:
         reason, record.limit_reason = record.limit_reason or "the recompile limit was reached", None
         return CompileError(record.name, events.limit_text(reason), None, None, True)
-    stack = _torch_compat.unsupported_stack(error)
+    stack = _torch_dynamo.unsupported_stack(error)
     file, line = events.user_place(stack) or (stack[-1] if stack else (None, None))
     return CompileError(record.name, events.dynamo_reason(str(error)) or events.first_line(error), file, line, False)
 
@@ -243,8 +243,8 @@ def _compile_module(
         entries = {child: module_entry(child, pipeline, record) for child in module.children()}
 
         def entry(*args: Any, **kwargs: Any) -> Any:
-            with recording(record), _torch_compat.compiled_calls(entries):
-                return _torch_compat.plain_call(module)(*args, **kwargs)
+            with recording(record), _torch_dynamo.compiled_calls(entries):
+                return _torch_dynamo.plain_call(module)(*args, **kwargs)
     else:
         entry = module_entry(module, pipeline, record)
     return compiled_view(module, entry, lambda: [record])
@@ -254,7 +254,7 @@ def module_entry(module: nn.Module, pipeline: Pipeline, record: Record) -> Calla
     """A compiled function that stands for calling ``module`` with its hooks."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return _torch_compat.plain_call(module)(*args, **kwargs)
+        return _torch_dynamo.plain_call(module)(*args, **kwargs)
 
     call.__qualname__ = f"{type(module).__qualname__}.__call__"
     return CompiledFunction(call, pipeline, record)

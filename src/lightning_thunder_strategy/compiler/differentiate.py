@@ -7,7 +7,7 @@ from typing import Any, Optional
 import torch
 from torch import fx
 
-from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler import _torch_aot, _torch_inductor
 from lightning_thunder_strategy.compiler.collectives import count_collectives, sequence
 from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.dispatch import Whole, dispatch
@@ -68,17 +68,17 @@ class Differentiation:
             functions: Importable functions in the graph that may be cached, with versions.
         """
         if not self.uses_inductor:
-            backend = _torch_compat.aot_backend(
+            backend = _torch_aot.aot_backend(
                 self._aot_compiler("forward"),
                 self._aot_compiler("backward"),
                 self._aot_compiler("inference"),
                 self._partition,
             )
             return backend(gm, example_inputs)
-        backend = _torch_compat.inductor_backend(
+        backend = _torch_inductor.inductor_backend(
             self._partition, cache_key, self._inductor_dispatch, self._inductor_options(), functions
         )
-        with _torch_compat.aot_cache(_torch_compat.aot_cache_enabled() and cache_key is not None):
+        with _torch_inductor.aot_cache(_torch_inductor.aot_cache_enabled() and cache_key is not None):
             return backend(gm, example_inputs)
 
     def _inductor_options(self) -> dict[str, Any]:
@@ -94,8 +94,8 @@ class Differentiation:
         for transform in self._transforms:
             if type(transform).joint is not Transform.joint:
                 run_pass(self._program, transform, lambda t: t.joint(trace), [trace])
-        edited = {index for kind, index in _torch_compat.output_descriptions(joint.graph) if kind == "edited"}
-        forward, backward = _torch_compat.min_cut_partition(joint, inputs, **kwargs)
+        edited = {index for kind, index in _torch_aot.output_descriptions(joint.graph) if kind == "edited"}
+        forward, backward = _torch_aot.min_cut_partition(joint, inputs, **kwargs)
         _copy_saved_edits(forward, kwargs["num_fwd_outputs"], edited)
         _sort_saved_values(forward, backward, kwargs["num_fwd_outputs"])
         names = self._name_inputs(forward.graph)
@@ -126,7 +126,7 @@ class Differentiation:
         return compiler
 
     def _inductor_dispatch(self, gm: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Callable:
-        whole = Whole("inductor", lambda program: _torch_compat.inductor_compile(program, inputs, **kwargs))
+        whole = Whole("inductor", lambda program: _torch_inductor.inductor_compile(program, inputs, **kwargs))
         return self._dispatch(gm, kwargs.get("is_backward", False), kwargs.get("is_inference", False), whole)
 
     def _dispatch(self, gm: fx.GraphModule, backward: bool, inference: bool, whole: Optional[Whole]) -> Callable:
@@ -151,8 +151,8 @@ class Differentiation:
         result = {}
         placeholders = graph.find_nodes(op="placeholder")
         for node in placeholders:
-            index = _torch_compat.aot_input_index(node)
-            if _torch_compat.is_tangent(node):
+            index = _torch_aot.aot_input_index(node)
+            if _torch_aot.is_tangent(node):
                 result[node] = Origin(node.name, "gradient")
             elif index is not None and index < len(self._origins):
                 origin = self._origins[index]
@@ -161,7 +161,7 @@ class Differentiation:
         return result
 
     def _name_outputs(self, graph: fx.Graph) -> list[TraceOutput]:
-        described = _torch_compat.output_descriptions(graph)
+        described = _torch_aot.output_descriptions(graph)
         known = {index: origin.origin or origin.name for index, origin in enumerate(self._origins)}
         return [TraceOutput(kind, known.get(index) if index is not None else None) for kind, index in described]
 
@@ -171,9 +171,9 @@ class Differentiation:
         by_name = {node.name: origin for node, origin in names.items()}
         result = {}
         for node in backward.find_nodes(op="placeholder"):
-            if _torch_compat.is_tangent(node):
+            if _torch_aot.is_tangent(node):
                 result[node] = Origin(node.name, "gradient")
-            elif _torch_compat.is_random_state(node):
+            elif _torch_aot.is_random_state(node):
                 result[node] = Origin(node.name, "random state")
             else:
                 result[node] = by_name.get(node.name, Origin(node.name, "saved"))
@@ -217,7 +217,7 @@ def _copy_saved_edits(forward: fx.GraphModule, outputs: int, edited: set[Optiona
         edited: Which inputs of the acquired program get a new value.
     """
     placeholders = forward.graph.find_nodes(op="placeholder")
-    changed = {node for node in placeholders if _torch_compat.aot_input_index(node) in edited}
+    changed = {node for node in placeholders if _torch_aot.aot_input_index(node) in edited}
     result = next(iter(reversed(forward.graph.nodes)))
     saved = list(result.args[0])
     for place in range(outputs, len(saved)):
@@ -253,6 +253,6 @@ def _sort_saved_values(forward: fx.GraphModule, backward: fx.GraphModule, output
     if described is not None:
         result.meta["desc"] = [*described[:outputs], *[described[outputs + index] for index in order]]
     placeholders = backward.graph.find_nodes(op="placeholder")[: len(saved)]
-    _torch_compat.move_to_front(backward.graph, [placeholders[index] for index in order])
+    _torch_aot.move_to_front(backward.graph, [placeholders[index] for index in order])
     forward.recompile()
     backward.recompile()

@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 from torch import fx, nn
 
-from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler import _torch_aot, _torch_compat
 from lightning_thunder_strategy.compiler.claims import claimed_by, operation_name, runs_in_region
 from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.emit import node_value, source_line
@@ -206,7 +206,7 @@ class _Dispatch:
             if node in copies and runs_in_region(node, _EAGER) != _EAGER:
                 program = lambda node=node: extract(gm, [node, *parts(node)])[0]  # noqa: E731
                 copies[node].target = reported(node.target, claimed_by(node), node.name, program)
-        return _torch_compat.boxed(runnable)
+        return _torch_aot.boxed(runnable)
 
     def _compile_regions(self, gm: fx.GraphModule, regions: Sequence[_Region]) -> int:
         """How many could not be compiled as they are: the plan has changed."""

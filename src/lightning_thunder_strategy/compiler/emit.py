@@ -12,7 +12,7 @@ from typing import Any, Optional
 import torch
 from torch import fx
 
-from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler import _torch_aot
 from lightning_thunder_strategy.compiler._torch_dtensor import written_out
 from lightning_thunder_strategy.compiler.expressions import Expressions, identifier
 
@@ -71,7 +71,7 @@ def type_text(value: Any) -> str:
         return f"{_DTYPES.get(value.dtype, str(value.dtype).removeprefix('torch.'))}[{shape}]"
     if isinstance(value, (tuple, list)):
         return "(" + ", ".join(type_text(item) for item in value) + ")"
-    return type(_torch_compat.real_object(value)).__name__
+    return type(_torch_aot.real_object(value)).__name__
 
 
 def node_value(node: fx.Node) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Optional
 
 import torch
 
-from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler import _torch_dynamo
 from lightning_thunder_strategy.compiler.report import Fallback, GraphBreak, Recompile, Record, active_record, warn
 
 _BREAK = re.compile(r"in user code at (?P<file>.+):(?P<line>\d+)\n(?:Graph Break Reason: )?(?P<reason>.*)", re.DOTALL)
@@ -42,19 +42,19 @@ def install() -> None:
         return
     _installed = True
     handler = _BreakHandler()
-    for logger in _torch_compat.artifact_loggers():
+    for logger in _torch_dynamo.artifact_loggers():
         if not logger.isEnabledFor(logging.DEBUG):
             logger.setLevel(logging.DEBUG)
             logger.propagate = False
         logger.addHandler(handler)
-    _torch_compat.convert_frame_logger().addFilter(_frame_filter)
+    _torch_dynamo.convert_frame_logger().addFilter(_frame_filter)
 
 
 def collect_recompiles(record: Record) -> None:
     """Move the reasons of new recompilations from Dynamo's metrics into ``record``."""
     if not record.compile_ids:
         return
-    reasons = _torch_compat.recompile_reasons()
+    reasons = _torch_dynamo.recompile_reasons()
     for compile_id in sorted(record.compile_ids & reasons.keys()):
         record.recompiles.append(Recompile(_first_line(reasons[compile_id])))
     record.compile_ids.clear()
@@ -70,7 +70,7 @@ def _start(compile_id: str) -> None:
     _programs_before = len(record.programs)
     if _while_compiling is None:
         _while_compiling = contextlib.ExitStack()
-        _while_compiling.enter_context(_torch_compat.compile_settings(HOST_SOURCES.get()))
+        _while_compiling.enter_context(_torch_dynamo.compile_settings(HOST_SOURCES.get()))
 
 
 def _end(compile_id: str) -> None:
@@ -80,7 +80,7 @@ def _end(compile_id: str) -> None:
         _while_compiling = None
 
 
-_LISTENERS = _torch_compat.CompileListeners(_start, _end)
+_LISTENERS = _torch_dynamo.CompileListeners(_start, _end)
 
 
 class _BreakHandler(logging.Handler):

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_thunder_strategy.compiler import _torch_compat, cache, events
+from lightning_thunder_strategy.compiler import _torch_aot, _torch_dynamo, _torch_inductor, cache, events
 from lightning_thunder_strategy.compiler._torch_dtensor import merge_equal_functions
 from lightning_thunder_strategy.compiler.claims import claim_operators
 from lightning_thunder_strategy.compiler.config import CompileConfig
@@ -95,7 +95,7 @@ class Pipeline:
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
         try:
             return self._run(gm, example_inputs)
-        except _torch_compat.control_flow_errors():
+        except _torch_dynamo.control_flow_errors():
             raise
         except Exception as error:
             raise Refusal(error) from error
@@ -116,7 +116,7 @@ class Pipeline:
         compiled: Optional[Callable] = None
         try:
             compiled = self._compile(program, gm, example_inputs)
-        except _torch_compat.control_flow_errors():
+        except _torch_dynamo.control_flow_errors():
             record.programs.remove(program)  # Dynamo reads the function again
             raise
         except ProgramRefusedError:
@@ -133,7 +133,7 @@ class Pipeline:
         agreed = self._agree(record, program, original, failure) if self._agree is not None else True
         if failure is not None and self.config.on_error == "raise":
             raise failure
-        _torch_compat.eager_checkpoints(original)
+        _torch_aot.eager_checkpoints(original)
         if compiled is None or not agreed:
             self._eager(record, program, original, failure)
             compiled = None
@@ -215,7 +215,7 @@ class Pipeline:
         self, trace: Trace, inputs: Sequence[Any], functions: dict[str, str], pipeline_key: Optional[str]
     ) -> Optional[str]:
         inductor = any(executor.name == "inductor" for executor in self.executors)
-        if not inductor or pipeline_key is None or not _torch_compat.aot_cache_enabled():
+        if not inductor or pipeline_key is None or not _torch_inductor.aot_cache_enabled():
             return None
         if any("<" in name for name in functions):
             return None
@@ -230,7 +230,7 @@ class Pipeline:
                     known.setdefault(id(value), (kind, f"{prefix}.{name}" if prefix else name))
         origins = {}
         for node, value in zip(gm.graph.find_nodes(op="placeholder"), example_inputs):
-            source = _torch_compat.placeholder_source(node)
+            source = _torch_dynamo.placeholder_source(node)
             kind, name = known.get(id(value), ("", ""))
             if not kind:
                 kind = "parameter" if isinstance(value, nn.Parameter) else "argument"

@@ -13,7 +13,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_thunder_strategy.compiler import _torch_compat, saving
+from lightning_thunder_strategy.compiler import _torch_aot, _torch_compat, saving
 from lightning_thunder_strategy.compiler.emit import Emission, Notes, emit, node_value, type_text
 from lightning_thunder_strategy.compiler.expressions import mesh_expression
 
@@ -287,6 +287,6 @@ def _describe(name: str, origin: Origin, value: Any, differentiable: bool) -> Tr
     if isinstance(value, (int, float, bool, torch.SymInt, torch.SymFloat, torch.SymBool)):
         number = _torch_compat.number_hint(value)
         return TraceInput(name, "integer", origin.origin, type_text(value), value=number)
-    value = _torch_compat.real_object(value)
+    value = _torch_aot.real_object(value)
     expression = mesh_expression(value) if isinstance(value, DeviceMesh) else origin.origin
     return TraceInput(name, "object", expression, type(value).__name__)

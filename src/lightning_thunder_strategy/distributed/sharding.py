@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler import _torch_aot, _torch_dynamo
 from lightning_thunder_strategy.distributed import edits
 from lightning_thunder_strategy.distributed.accumulation import Accumulation
 from lightning_thunder_strategy.distributed.edits import EditWatch
@@ -56,12 +56,12 @@ def gathering(listed: bool = True) -> Iterator[None]:
         _GATHERING.on, _GATHERING.listed, _GATHERING.watch = before
 
 
-_torch_compat.never_a_program(gathering.__wrapped__)  # type: ignore[attr-defined]
+_torch_dynamo.never_a_program(gathering.__wrapped__)  # type: ignore[attr-defined]
 
 
 def _computing() -> bool:
     """Whether attributes yield tensors to compute with. Read by Dynamo."""
-    return _GATHERING.on or _torch_compat.in_backward()
+    return _GATHERING.on or _torch_aot.in_backward()
 
 
 def watching_data() -> AbstractContextManager:
@@ -250,7 +250,7 @@ def _parallel_class(
         made.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         return made
 
-    _torch_compat.never_a_program(call, named_parameters, get_parameter, load_from_state_dict)
+    _torch_dynamo.never_a_program(call, named_parameters, get_parameter, load_from_state_dict)
     namespace: dict[str, Any] = {
         "__call__": call,
         "__reduce_ex__": reduce,
@@ -280,7 +280,7 @@ def _getter(name: str, scheme: Scheme, accumulation: Accumulation) -> Callable[[
         if name not in self._parameters:
             raise AttributeError(f"{type(self).__name__} has no parameter `{name}`")
         parameter = self._parameters[name]
-        if parameter is None or not (_GATHERING.on or _torch_compat.in_backward()):
+        if parameter is None or not (_GATHERING.on or _torch_aot.in_backward()):
             return parameter
         if not isinstance(parameter, nn.Parameter):
             return parameter  # put there for one call, as torch.func.functional_call does
@@ -295,7 +295,7 @@ def _getter(name: str, scheme: Scheme, accumulation: Accumulation) -> Callable[[
         gather = lambda stored: scheme.gather(stored, accumulation.local)  # noqa: E731
         return edits.gather_watched(gather, parameter, _GATHERING.watch, f"`{name}` of {type(self).__name__}")
 
-    _torch_compat.never_a_program(get)
+    _torch_dynamo.never_a_program(get)
     return get
 
 

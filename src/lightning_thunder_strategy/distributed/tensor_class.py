@@ -5,7 +5,7 @@ from typing import Any, Optional
 
 from torch import nn
 
-from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler import _torch_dynamo
 from lightning_thunder_strategy.distributed.schemes import Scheme
 from lightning_thunder_strategy.distributed.tensor_parallel import ModulePlan
 
@@ -33,7 +33,7 @@ def planned_attributes(original: type, plan: ModulePlan, computing: Callable[[],
                 return inside(self, *args, **kwargs)
             return original.forward(self, *args, **kwargs)  # type: ignore[attr-defined]
 
-        _torch_compat.never_a_program(forward)
+        _torch_dynamo.never_a_program(forward)
         namespace["forward"] = forward
     for name, local in plan.attributes:
         namespace[name] = _local_attribute(name, local.value, computing)
@@ -47,5 +47,5 @@ def _local_attribute(name: str, local: Any, computing: Callable[[], bool]) -> pr
     def put(self: nn.Module, value: Any) -> None:
         self.__dict__[name] = value
 
-    _torch_compat.never_a_program(get)
+    _torch_dynamo.never_a_program(get)
     return property(get, put)

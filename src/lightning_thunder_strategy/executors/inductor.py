@@ -6,7 +6,7 @@ from typing import Any, Optional
 import torch
 from torch import fx
 
-from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler import _torch_inductor
 from lightning_thunder_strategy.executors.base import FusionExecutor
 from lightning_thunder_strategy.executors.packages import gpu_problem, import_problem
 
@@ -22,7 +22,7 @@ class InductorExecutor(FusionExecutor):
 
     def unavailable(self) -> Optional[str]:
         if not torch.cuda.is_available():
-            return _torch_compat.cpp_compiler_problem()
+            return _torch_inductor.cpp_compiler_problem()
         return import_problem("triton") or gpu_problem((7, 0))
 
     def install_command(self) -> str:
@@ -32,4 +32,4 @@ class InductorExecutor(FusionExecutor):
         return None
 
     def fuse(self, region: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list], Sequence[Any]]:
-        return _torch_compat.inductor_compile_region(region, inputs)
+        return _torch_inductor.inductor_compile_region(region, inputs)

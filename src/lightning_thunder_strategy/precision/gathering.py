@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler import _torch_aot
 from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.precision.formats import FORMATS, FormatName, cast
 from lightning_thunder_strategy.precision.scaling import largest_to_scale
@@ -142,4 +142,4 @@ def settle_gathers(graph: fx.Graph) -> None:
     if again:
         for node in graph.nodes:
             if _MARK in (node.meta.get("custom") or {}) and node.op == "call_function":
-                _torch_compat.mark_recompute(node, GATHER_REGION)
+                _torch_aot.mark_recompute(node, GATHER_REGION)

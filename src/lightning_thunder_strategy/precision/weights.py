@@ -10,7 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler import _torch_aot
 from lightning_thunder_strategy.compiler.trace import Origin, Trace
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.precision.storage import (
@@ -147,7 +147,7 @@ class QuantizeWeights(Transform):
             elif node.op == "get_attr" or (node.op == "call_function" and stored.issuperset(node.all_input_nodes)):
                 stored.add(node)
                 if node.all_input_nodes:
-                    _torch_compat.mark_recompute(node, _REGION)
+                    _torch_aot.mark_recompute(node, _REGION)
 
     def _reason(self, name: str, linear: nn.Linear, storage: Storage, uses: int) -> str:
         """Why a linear is left alone, or empty."""

@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 
-from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler import _torch_dynamo
 from lightning_thunder_strategy.compiler.compile import module_entry
 from lightning_thunder_strategy.compiler.pipeline import Pipeline
 from lightning_thunder_strategy.compiler.report import Record
@@ -36,7 +36,7 @@ class CompiledSubmodules:
     def __call__(self, call: Callable[[], Any]) -> Any:
         """Run ``call``."""
         known = len(self.entries)
-        with _torch_compat.compiled_calls(self._watched):
+        with _torch_dynamo.compiled_calls(self._watched):
             result = call()
         if len(self.entries) > known:
             self._stop_watching_parts()
@@ -50,9 +50,9 @@ class CompiledSubmodules:
         def call(*args: Any, **kwargs: Any) -> Any:
             if module not in self.entries:
                 if not any(True for _ in module.parameters()):
-                    return _torch_compat.plain_call(module)(*args, **kwargs)
+                    return _torch_dynamo.plain_call(module)(*args, **kwargs)
                 self.entries[module] = module_entry(module, self._pipeline, self._record)
-            with _torch_compat.compiled_calls(dict.fromkeys(self._watched)):  # its own submodules are part of it
+            with _torch_dynamo.compiled_calls(dict.fromkeys(self._watched)):  # its own submodules are part of it
                 return self.entries[module](*args, **kwargs)
 
         return call

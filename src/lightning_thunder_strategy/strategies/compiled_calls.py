@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler import _torch_aot, _torch_dynamo
 from lightning_thunder_strategy.compiler.compile import CompiledFunction
 from lightning_thunder_strategy.compiler.pipeline import Pipeline
 from lightning_thunder_strategy.compiler.report import Record, recording
@@ -81,7 +81,7 @@ class CompiledModule:
             accumulation.after_backward(self.module, scheme.mesh)
 
         def hook(gradient: Tensor) -> None:
-            _torch_compat.at_end_of_backward(after_backward)
+            _torch_aot.at_end_of_backward(after_backward)
 
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
@@ -121,7 +121,7 @@ class CompiledModule:
         record = self.records[name] = Record(name, config.mode)
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            function = _torch_compat.plain_call(module) if name == "forward" else getattr(module, name)
+            function = _torch_dynamo.plain_call(module) if name == "forward" else getattr(module, name)
             return function(*args, **kwargs)
 
         if config.mode == "off":

@@ -7,7 +7,7 @@ from typing import Optional
 import torch
 from torch import fx
 
-from lightning_thunder_strategy.compiler import _torch_compat
+from lightning_thunder_strategy.compiler import _torch_aot
 from lightning_thunder_strategy.compiler.trace import Trace
 from lightning_thunder_strategy.compiler.transform import Transform
 
@@ -34,7 +34,7 @@ class GatherAgain(Transform):
                 gathered.add(node)
                 chain = [node]
             for member in chain or ():
-                _torch_compat.mark_recompute(member, GATHER_REGION)
+                _torch_aot.mark_recompute(member, GATHER_REGION)
 
 
 def parameter_gather(node: fx.Node) -> Optional[list[fx.Node]]:

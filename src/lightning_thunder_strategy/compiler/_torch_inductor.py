@@ -1,0 +1,110 @@
+"""Names of TorchInductor which torch does not document. Checked on torch 2.11 and 2.13."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Optional
+
+import torch
+import torch.distributed
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+from lightning_thunder_strategy.compiler._torch_aot import backward_without_autocast
+
+
+class _Partitioner(CustomPartitionerFn):
+    """Our partitioner, as Inductor's caches want to see it: a key."""
+
+    def __init__(self, partition: Callable, key: Optional[str]) -> None:
+        self._partition = partition
+        self._key = key
+
+    def __call__(self, joint: fx.GraphModule, inputs: Any, **kwargs: Any) -> Any:
+        return self._partition(joint, inputs, **kwargs)
+
+    def uuid(self) -> Optional[str]:
+        return self._key
+
+    def __reduce__(self) -> Any:
+        return (str, (self._key or "",))
+
+
+def inductor_backend(
+    partitioner: Callable[..., tuple[fx.GraphModule, fx.GraphModule]],
+    cache_key: Optional[str],
+    dispatch: Callable[..., Callable],
+    config_patches: dict[str, Any],
+    cacheable: dict[str, str],
+) -> Callable[[fx.GraphModule, Sequence[Any]], Callable]:
+    """Inductor's whole pipeline (its decompositions, joint passes and caches) with our partitioner and dispatch."""
+    from torch._inductor.compile_fx import compile_fx
+
+    patches = {**config_patches, **_deterministic(), "custom_partitioner_fn": _Partitioner(partitioner, cache_key)}
+    if cacheable:
+        known = torch._inductor.config.unsafe_marked_cacheable_functions
+        patches["unsafe_marked_cacheable_functions"] = {**known, **cacheable}
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+        with backward_without_autocast():
+            return compile_fx(gm, example_inputs, inner_compile=dispatch, config_patches=patches)
+
+    return backend
+
+
+def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Callable:
+    """Inductor on one ATen program that AOTAutograd has made."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(gm, example_inputs, **kwargs)
+
+
+def inductor_compile_region(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+    """Inductor on a part of an ATen program, as a function of one list. Without CUDA graphs."""
+    from torch._guards import TracingContext, detect_fake_mode, tracing
+
+    patches = {"triton.cudagraphs": False, **_deterministic()}
+    with tracing(TracingContext(detect_fake_mode(example_inputs))), torch._inductor.config.patch(patches):
+        return inductor_compile(gm, example_inputs)
+
+
+def _deterministic() -> dict[str, bool]:
+    """Inductor's option for kernels that are the same in every run, where deterministic algorithms are asked for: it
+    does not choose them by timing. Torch 2.13 sets it with ``use_deterministic_algorithms``; earlier ones may not."""
+    wanted = torch.are_deterministic_algorithms_enabled() and hasattr(torch._inductor.config, "deterministic")
+    return {"deterministic": True} if wanted else {}
+
+
+def aot_cache(enabled: bool) -> contextlib.AbstractContextManager:
+    import torch._functorch.config
+
+    return torch._functorch.config.patch(enable_autograd_cache=enabled)
+
+
+def aot_cache_enabled() -> bool:
+    import torch._functorch.config
+
+    return bool(torch._functorch.config.enable_autograd_cache) and not torch._inductor.config.force_disable_caches
+
+
+def compile_cache_dir() -> str:
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def default_compile_cache_dir() -> str:
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    return default_cache_dir()
+
+
+def cpp_compiler_problem() -> Optional[str]:
+    """Why Inductor finds no C++ compiler on this machine, or ``None`` if it finds one."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        return f"TorchInductor finds no C++ compiler: {str(error).splitlines()[0].rstrip('.')}."
+    return None
