@@ -191,6 +191,7 @@ def test_a_trace_from_disk_runs_only_when_it_is_asked_to(folder: Path, proof: Pa
 # ------------------------------------------------------------------------------------------------------------- sources
 
 FORBIDDEN = {"eval", "system", "popen", "Popen", "check_output", "check_call", "execv", "spawnv"}
+RUNS_A_SCRIPT = "bisect.py"  # the command that runs the user's script again and again
 
 
 @pytest.mark.parametrize("file", SOURCES, ids=lambda file: file.stem)
@@ -199,11 +200,15 @@ def test_no_source_runs_text_or_unpickles(file: Path) -> None:
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
-            assert "subprocess" not in names and "cloudpickle" not in names, file
+            assert "subprocess" not in names or file.name == RUNS_A_SCRIPT, file
+            assert "cloudpickle" not in names, file
         if not isinstance(node, ast.Call):
             continue
         name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
         owner = getattr(getattr(node.func, "value", None), "id", "")
+        if owner == "subprocess" and file.name == RUNS_A_SCRIPT:
+            assert name == "Popen" and "shell" not in {keyword.arg for keyword in node.keywords}, file
+            continue
         method = isinstance(node.func, ast.Attribute) and owner not in ("os", "builtins", "subprocess")
         assert name not in FORBIDDEN or (name == "eval" and method), f"{file}:{node.lineno}"  # module.eval() is fine
         assert name != "exec" or file.name == "trace.py", f"{file}:{node.lineno}"
