@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_thunder_strategy as lts
@@ -132,3 +133,39 @@ def check_groups_may_have_batches_of_different_shapes() -> None:
         warnings.simplefilter("error", lts.CompileWarning)
         made.fit(Plain(), DataLoader(vectors(), batch_size=3 + group))
     assert lts.explain(made).to_dict()["steps"]["training_step"]["graphs"] >= 1
+
+
+class Penalized(Plain):
+    """A penalty that is not a sum over elements, and an encoder layer that torch has a fast path for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.encoder(x[:, None])[:, 0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch) + 0.1 * sum(p.norm() for p in self.parameters())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+PENALIZED = {**TWO_LAYERS, "encoder.linear1": "colwise", "encoder.linear2": "rowwise"}
+
+
+@_float64
+def check_penalties_and_layers_with_a_fast_path() -> None:
+    """And a second fit by another plan, over what the first one left in parts."""
+    compare(Penalized, groups=2, plan=PENALIZED)
+    torch.manual_seed(3)
+    plain, module = Penalized().eval(), Penalized()
+    module.load_state_dict(plain.state_dict())
+    batches = DataLoader(vectors(), batch_size=24)
+    with torch.no_grad():
+        wanted = plain.loss(next(iter(batches)))
+    for plan in (PENALIZED, {"encoder.linear1": "colwise_gather_output"}, {"net.0": "rowwise_split_input"}):
+        made = trainer(strategy(plan=plan, sharding="zero3", unshard_on_teardown=False), devices=4)
+        (found,) = made.validate(module, batches, verbose=False)
+        torch.testing.assert_close(torch.tensor(found["val"]), wanted, **EXACT)

@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 from torch import nn
 
+import lightning_thunder_strategy as lts
+from lightning_thunder_strategy.distributed.plans import linears_text
 from lightning_thunder_strategy.distributed.plans.heads import FusedHeads
 from lightning_thunder_strategy.distributed.tensor_parallel import apply_plan, resting_dim
 from lightning_thunder_strategy.distributed.tensor_styles import STYLES, Form, TensorGroup
@@ -66,6 +68,16 @@ def _three(**changes: Any) -> Any:
     return LitGPT(n_layer=1, n_head=6, n_query_groups=3, n_embd=24, **changes)
 
 
+def _sequence(net: nn.Module) -> nn.Sequential:
+    return nn.Sequential(net)
+
+
+def _stored() -> nn.Sequential:
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    lts.QuantizeWeights("int8").module(net)
+    return net
+
+
 @pytest.mark.parametrize(
     ("make", "plan", "message"),
     [
@@ -90,12 +102,30 @@ def _three(**changes: Any) -> Any:
         ),
         (lambda: LitGPT(norm_qk=True, norm_qk_type="olmo2"), "auto", "norm_qk_type='olmo2' normalizes over all heads"),
         (lambda: LitGPT(), {"*.qkv": "rowwise_split_input", "*.qkv*": "colwise"}, "is named by"),
+        (lambda: _sequence(mlp()), {"0": "gather_sequence_input", "0.0": "colwise"}, "make it 'local_colwise'"),
+        (mlp, {"0": "local_colwise"}, "outside of any 'gather_sequence_input'.*Make it 'colwise'"),
+        (lambda: _stored(), {"0": "colwise"}, "the `weight` of `0` is not a parameter"),
+        (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), {"": "colwise"}, "names no module"),
+        (
+            lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))), {"0": "rowwise"},
+            "the `weight` of `0` is not a parameter",
+        ),
+        (
+            lambda: nn.TransformerEncoderLayer(8, 2), {"self_attn.out_proj": "rowwise"},
+            "`self_attn.out_proj` is a part of an nn.MultiheadAttention",
+        ),
         (lambda: LitGPT(), {"*.qkv": "colwise_gather_output"}, "queries, keys and values at once: make it 'colwise'"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_an_error_that_says_what_does(make: Any, plan: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         apply_plan(make(), plan, PAIR)
+
+
+def test_a_layer_that_makes_several_things_at_once_is_not_proposed() -> None:
+    fused = nn.Sequential(nn.Linear(8, 24), nn.Linear(8, 8))
+    assert "A plan to start from" not in linears_text(dict(fused.named_modules()))
+    assert '"0": colwise' in linears_text(dict(mlp().named_modules()))
 
 
 def test_shared_parameters_must_be_split_alike() -> None:

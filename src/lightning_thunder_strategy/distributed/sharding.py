@@ -20,8 +20,10 @@ from lightning_thunder_strategy.distributed import edits
 from lightning_thunder_strategy.distributed.accumulation import Accumulation
 from lightning_thunder_strategy.distributed.edits import EditWatch
 from lightning_thunder_strategy.distributed.schemes import Scheme, place_like, whole
-from lightning_thunder_strategy.distributed.tensor_class import bound_schemes, planned_attributes
+from lightning_thunder_strategy.distributed.tensor_class import bound_schemes, listed_schemes, planned_attributes
 from lightning_thunder_strategy.distributed.tensor_parallel import ModulePlan
+
+_LISTED = "_lts_listed_"  # before the name of a parameter: the whole of it, where a module computes with less
 
 
 class _Switch:
@@ -223,7 +225,8 @@ def _parallel_class(
                 if parameter is None or (remove_duplicate and parameter in seen):
                     continue
                 seen.add(parameter)
-                yield f"{module_name}.{name}" if module_name else name, getattr(module, name)
+                attribute = f"{_LISTED}{name}" if hasattr(type(module), f"{_LISTED}{name}") else name
+                yield f"{module_name}.{name}" if module_name else name, getattr(module, attribute)
 
     def get_parameter(self: nn.Module, target: str) -> Tensor:
         path, _, name = target.rpartition(".")
@@ -267,6 +270,10 @@ def _parallel_class(
         **{
             name: property(_getter(name, bound, accumulation), _refusal(name))
             for name, bound in bound_schemes(names, scheme, plan)
+        },
+        **{
+            f"{_LISTED}{name}": property(_getter(name, bound, accumulation))
+            for name, bound in listed_schemes(scheme, plan)
         },
         **(planned_attributes(original, plan, _computing) if plan is not None else {}),
     }

@@ -8,12 +8,20 @@ from torch import nn
 from lightning_thunder_strategy.compiler import _torch_dynamo
 from lightning_thunder_strategy.distributed.schemes import Scheme
 from lightning_thunder_strategy.distributed.tensor_parallel import ModulePlan
+from lightning_thunder_strategy.distributed.tensor_styles import Form
 
 
 def bound_schemes(names: tuple[str, ...], scheme: Scheme, plan: Optional[ModulePlan]) -> list[tuple[str, Scheme]]:
     """The parameters of a module, and the scheme that gathers each in the form that the module computes with."""
     forms = dict(plan.forms) if plan is not None else {}
     return [(name, scheme.of_form(forms[name]) if name in forms else scheme) for name in names]
+
+
+def listed_schemes(scheme: Scheme, plan: Optional[ModulePlan]) -> list[tuple[str, Scheme]]:
+    """The parameters that a module does not compute with as they are on one process, and the scheme that gathers them
+    so: for ``parameters()`` in a step, such as in a penalty, whose gradient every rank has."""
+    forms = plan.forms if plan is not None else ()
+    return [(name, scheme.of_form(Form(form.rest))) for name, form in forms if form != Form(form.rest)]
 
 
 def planned_attributes(original: type, plan: ModulePlan, computing: Callable[[], bool]) -> dict[str, Any]:

@@ -39,6 +39,9 @@ class _Same:
         self.value = value
 
 
+_NEITHER = _Same(0)
+
+
 @dataclass(frozen=True)
 class ModulePlan:
     """What one module is in a step. Equal plans make equal classes.
@@ -80,6 +83,7 @@ def apply_plan(root: nn.Module, plan: Plan, group: TensorGroup) -> dict[nn.Modul
     named = dict(root.named_modules())
     entries = _entries(named, automatic_plan(named), True) if plan == "auto" else _entries(named, plan)
     found = {name: _Entry(name, style, named, group.size) for name, style in entries.items()}
+    _check_nesting(entries)
     rest: dict[Tensor, tuple[Optional[int], str]] = {}
     for entry in found.values():
         for key, parameter in entry.module._parameters.items():
@@ -126,7 +130,10 @@ def _form(
 def _attributes(
     name: str, module: nn.Module, found: "Mapping[str, _Entry]", configs: dict, group: TensorGroup
 ) -> tuple[tuple[str, _Same], ...]:
-    """A fused projection's parent computes with this rank's number of heads."""
+    """A fused projection's parent computes with this rank's number of heads, and an encoder layer without its fast
+    path, which would read its layers' weights and never call them."""
+    if isinstance(module, nn.TransformerEncoderLayer) and any(inner.startswith(f"{name}.") for inner in found):
+        return (("activation_relu_or_gelu", _NEITHER),)
     entry = found.get(f"{name}.qkv" if name else "qkv")
     if entry is None or entry.heads is None:
         return ()
@@ -140,6 +147,23 @@ def _attributes(
 
 
 # ------------------------------------------------------------------------------------------------------------ entries
+
+
+def _check_nesting(entries: Mapping[str, str]) -> None:
+    """The gradient of what is gathered over the sequence is summed there, and must not be summed in a layer inside."""
+    gathering = [name for name, style in entries.items() if style == "gather_sequence_input"]
+    for name, style in entries.items():
+        outer = next((other for other in gathering if name.startswith(f"{other}.")), None)
+        if outer is not None and style in ("colwise", "colwise_gather_output"):
+            raise PlanError(
+                f"plan: `{name}` is {style!r} inside of `{outer}` (gather_sequence_input), where its input's gradient "
+                "is summed already: make it 'local_colwise'."
+            )
+        if outer is None and style == "local_colwise":
+            raise PlanError(
+                f"plan: `{name}` is 'local_colwise' outside of any 'gather_sequence_input': nothing would sum its "
+                "input's gradient. Make it 'colwise'."
+            )
 
 
 def _entries(named: Mapping[str, nn.Module], plan: Mapping[str, str], automatic: bool = False) -> dict[str, str]:
@@ -180,6 +204,11 @@ class _Entry:
         parent = named.get(name.rpartition(".")[0])
         self.heads: Optional[FusedHeads] = None
         self._check_class()
+        if isinstance(parent, nn.MultiheadAttention) and self.style.kinds:
+            raise PlanError(
+                f"plan: `{name}` is a part of an nn.MultiheadAttention, which computes with its parameters itself: "
+                "leave it out of the plan."
+            )
         for attribute in self.style.divides:
             value = getattr(self.module, attribute)
             _check_divides(f"{attribute}={value} of `{name}` ({kind})", value, size, name)
@@ -203,6 +232,11 @@ class _Entry:
             raise PlanError(
                 f"plan: `{self.name}` is a {original.__module__}.{original.__name__}, and {self.kind!r} is for {names} "
                 "with its own forward: name the layers inside of it, or leave it out of the plan."
+            )
+        if "weight" in self.style.rest and self.module._parameters.get("weight") is None:
+            raise PlanError(
+                f"plan: the `weight` of `{self.name}` is not a parameter (QuantizeWeights has stored it in few bits, "
+                "or it is parametrized), so it cannot be split: leave the module out of the plan."
             )
         if getattr(self.module, "scale_grad_by_freq", False) or getattr(self.module, "max_norm", None) is not None:
             raise PlanError(

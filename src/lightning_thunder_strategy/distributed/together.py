@@ -62,24 +62,28 @@ def check_same_inputs(inputs: Any, mesh: DeviceMesh, what: str) -> None:
 
 def check_same_gradients(
     parameters: Iterable[nn.Parameter], names: Mapping[nn.Parameter, str], mesh: DeviceMesh
-) -> None:
+) -> set[nn.Parameter]:
     """Raise if the gradient of a parameter that each rank has whole differs within a tensor-parallel group.
 
     Such a parameter belongs to a module that computes with a part of an activation, and that the plan does not name:
     each rank has a part of its gradient. Reads numbers from the device.
+
+    Returns:
+        Parameters that agree. Zero, infinite and missing gradients say nothing.
 
     Raises:
         RanksDifferError: Naming the parameters, on all ranks of the group.
     """
     whole = [p for p in parameters if isinstance(p, DTensor) and p.placements[0] == Replicate() and p.requires_grad]
     if not whole:
-        return
+        return set()
     zero = torch.zeros((), device=mesh.device_type)
     norms = torch.stack([zero if p.grad is None else _norm(p.grad).to(zero) for p in whole])
     extremes = torch.cat([norms, -norms])
     torch.distributed.all_reduce(extremes, torch.distributed.ReduceOp.MAX, group=mesh.get_group("tensor"))
     largest, smallest = extremes.chunk(2)
-    differ = (largest + smallest > (_TOLERANCE * largest).clamp(min=_NOISE * largest.max())).tolist()
+    noise = torch.where(largest.isfinite(), largest, 0).max()
+    differ = (largest + smallest > (_TOLERANCE * largest).clamp(min=_NOISE * noise)).tolist()
     found = [names.get(parameter, "?") for parameter, different in zip(whole, differ) if different]
     if found:
         raise RanksDifferError(
@@ -87,6 +91,8 @@ def check_same_gradients(
             "has only a part of them. The module computes with a part of an activation and is not in the plan: give it "
             "the entry 'replicated_with_grad_allreduce', or add what makes its input to the plan."
         )
+    told = (largest.isfinite() & (largest > 0)).tolist()
+    return {parameter for parameter, known in zip(whole, told) if known}
 
 
 def _norm(gradient: Tensor) -> Tensor:

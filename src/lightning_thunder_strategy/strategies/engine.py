@@ -39,7 +39,7 @@ from lightning_thunder_strategy.transforms.wire_dtype import CastBeforeGather, R
 
 Parallelism = Literal["none", "ddp", "tp", "zero1", "zero2", "zero3"]
 
-_GRADIENTS = "gradients"  # what ranks are compared in, beside the names of steps
+_GRADIENT_CHECKS = 8  # optimizer steps after setup in which tensor-parallel ranks compare gradients not yet compared
 _AUTO_UNSHARD_LIMIT = 2**30  # bytes of the full model
 
 _NEED_WHOLE_PARAMETERS: dict[type[Optimizer], str] = {
@@ -79,7 +79,7 @@ class Engine:
         self.scheme: Optional[Scheme] = None
         self.agreement: Optional[Agreement] = None
         self.failed = False
-        self._checked: set[str] = set()  # what ranks have been compared in since the last setup
+        self._forget_checks()
         self.precision_passes: tuple[Transform, ...] = ()
 
     @property
@@ -153,13 +153,19 @@ class Engine:
         replaced = materialize(module, device, place)
         if self.scheme is not None and sharding.is_spread_otherwise(module, self.scheme):  # by an earlier fit
             replaced.update(sharding.restore_parameters(module))
+            plans = self._plans(module)  # which marks the parameters that there are now
         if self.scheme is not None:
             replaced.update(sharding.parallelize(module, self.scheme, plans))
             broadcast_buffers(module, self.scheme.mesh)
         if isinstance(self.scheme, TensorParallel):
             share_random_state(self.scheme.mesh)
-            self._checked = set()
+            self._forget_checks()
         return replaced
+
+    def _forget_checks(self) -> None:
+        self._checked: set[str] = set()  # steps whose inputs the ranks have compared since the last setup
+        self._agreed: set[nn.Parameter] = set()  # and parameters in whose gradients they agreed
+        self._gradient_checks = 0
 
     def check_inputs(self, name: str, inputs: Any) -> None:
         """At the first call of the step ``name``: the ranks of a tensor-parallel group must have equal ``inputs``."""
@@ -208,10 +214,10 @@ class Engine:
         That is, if they are not finite and that was asked for, and, at the first step of a tensor-parallel model, if
         ranks do not agree on them.
         """
-        if isinstance(self.scheme, TensorParallel) and _GRADIENTS not in self._checked:
-            self._checked.add(_GRADIENTS)
-            held = [p for group in optimizer.param_groups for p in group["params"]]
-            check_same_gradients(held, parameter_names(*modules), self.scheme.mesh)
+        if isinstance(self.scheme, TensorParallel) and self._gradient_checks < _GRADIENT_CHECKS:
+            self._gradient_checks += 1
+            held = [p for group in optimizer.param_groups for p in group["params"] if p not in self._agreed]
+            self._agreed |= check_same_gradients(held, parameter_names(*modules), self.scheme.mesh)
         if self.options.nonfinite_gradients == "raise":
             optimizer = getattr(optimizer, "_optimizer", optimizer)
             check_gradients(optimizer, parameter_names(*modules), self.scheme.mesh if self.scheme is not None else None)

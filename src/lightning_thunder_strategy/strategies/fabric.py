@@ -91,7 +91,7 @@ class DistributedStrategy(CompiledModulesStrategy, DDPStrategy):
         return self._engine.tensor.sampler(super().distributed_sampler_kwargs)
 
 
-class _SyncControl(_BackwardSyncControl):
+class SyncControl(_BackwardSyncControl):
     """Inside ``no_backward_sync`` gradients stay on their ranks, where the strategy can keep them whole; the next
     backward outside reduces them. ZeRO-2 and ZeRO-3 reduce in each backward: the sum over micro-batches is the same."""
 
@@ -151,7 +151,7 @@ class ThunderDDPStrategy(DistributedStrategy):
         communication = Communication(bucket_size_mb, reduce_dtype, in_flight_mb=in_flight_mb)
         check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
-        self._backward_sync_control = _SyncControl()
+        self._backward_sync_control = SyncControl()
         self._broadcast_buffers = broadcast_buffers
         config = compile_config(compile, highest="forward")
         communication.check_compiled(config)
@@ -226,7 +226,7 @@ class ThunderFSDPStrategy(DistributedStrategy):
         communication = Communication(bucket_size_mb, reduce_dtype, prefetch, in_flight_mb)
         check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
-        self._backward_sync_control = _SyncControl()
+        self._backward_sync_control = SyncControl()
         self._broadcast_buffers = broadcast_buffers
         config = compile_config(compile, highest="forward")
         communication.check_compiled(config)

@@ -12,7 +12,7 @@ from lightning_thunder_strategy.compiler.refusals import told_by_the_parser
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.distributed.tensor_styles import Plan
 from lightning_thunder_strategy.strategies.engine import Engine
-from lightning_thunder_strategy.strategies.fabric import DistributedStrategy
+from lightning_thunder_strategy.strategies.fabric import DistributedStrategy, SyncControl
 from lightning_thunder_strategy.strategies.options import (
     BucketSize,
     Communication,
@@ -90,6 +90,7 @@ class ThunderTPStrategy(DistributedStrategy):
         check_processes(process_group_backend, timeout, start_method, broadcast_buffers)
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         self._broadcast_buffers = broadcast_buffers
+        self._backward_sync_control = SyncControl()
         config = compile_config(compile, highest="forward")
         communication.check_compiled(config)
         options = StrategyOptions(executors, transforms, config, False, state_dict_type, False, nonfinite_gradients)

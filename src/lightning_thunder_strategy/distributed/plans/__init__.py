@@ -55,7 +55,8 @@ def _start(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
     plan: dict[str, str] = {}
     for members in parents.values():
         *before, (last, module) = members
-        if before and any(other.out_features % module.in_features == 0 for _, other in before):
+        sizes = [other.out_features for _, other in before]
+        if module.in_features in sizes and max(sizes) == module.in_features:  # larger ones make several things at once
             plan.update({_glob(name): "colwise" for name, _ in before})
             plan[_glob(last)] = "rowwise"
     return plan
