@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.checks import Group
 
-GROUP = Group("parity", "options", timeout=580)
+GROUP = Group("parity", timeout=580)
 
 
 @pytest.mark.timeout(600)

@@ -144,6 +144,15 @@ class suppress_dynamo_errors(contextlib.AbstractContextManager):
         torch._dynamo.config.suppress_errors = self._before
 
 
+def breaks_at_new_data(gm: Optional[fx.GraphModule]) -> Optional[str]:
+    """The line at which a program ends because ``tensor.data = ...`` follows, or ``None`` if it ends elsewhere."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or "mutate tensor data attribute" not in reason.reason:
+        return None
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    return "tensor.data = ..." if frame is None else f"{frame.filename}:{frame.lineno}: {frame.line}"
+
+
 def placeholder_source(node: fx.Node) -> Optional[str]:
     """Where the program found this input, as a Python expression (``L['x']``), or ``None`` if it is not known."""
     source = getattr(node, "_dynamo_source", None)

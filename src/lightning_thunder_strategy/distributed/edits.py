@@ -48,14 +48,15 @@ class _WatchData(TorchFunctionMode):
             raise LostEditError(getattr(args[0], _GATHERED))
         result = func(*args, **(kwargs or {}))
         if func == _GET_DATA:
-            name = getattr(args[0], _GATHERED, None) or getattr(args[0]._base, _GATHERED, None)
-            if name is not None:
-                self._watch.add(result, name)
+            tensor = next((t for t in (args[0], args[0]._base) if hasattr(t, _GATHERED)), None)
+            if tensor is not None and getattr(tensor, _COPIED):
+                self._watch.add(result, getattr(tensor, _GATHERED))
         return result
 
 
 _GET_DATA, _SET_DATA = Tensor.data.__get__, Tensor.data.__set__
 _GATHERED = "_lts_gathered"  # attribute of a gathered tensor: the name of the parameter
+_COPIED = "_lts_copied"  # and whether it has memory of its own
 
 
 @contextmanager
@@ -69,8 +70,18 @@ def watching_data(watch: Optional[EditWatch]) -> Iterator[None]:
 
 
 @torch.compiler.disable
-def gather_watched(gather: Callable[[Tensor], Tensor], parameter: Tensor, watch: EditWatch, name: str) -> Tensor:
-    """Gather a parameter in code that runs uncompiled, and watch the result."""
+def gather_watched(
+    gather: Callable[[Tensor], Tensor], parameter: Tensor, watch: EditWatch, name: str, copied: bool
+) -> Tensor:
+    """Gather a parameter in code that runs uncompiled, and watch the result.
+
+    Args:
+        gather: How.
+        parameter: As it is stored.
+        watch: Learns of edits.
+        name: For the error.
+        copied: Whether the result has memory of its own; else edits of values are kept, and only new ``data`` is lost.
+    """
     if torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():  # tensors made in inference mode do not count versions
             gathered = gather(parameter)
@@ -79,5 +90,7 @@ def gather_watched(gather: Callable[[Tensor], Tensor], parameter: Tensor, watch:
     for tensor in (gathered, gathered._base):  # a view has the base of what it views
         if tensor is not None:
             setattr(tensor, _GATHERED, name)
-    watch.add(gathered, name)
+            setattr(tensor, _COPIED, copied)
+    if copied:
+        watch.add(gathered, name)
     return gathered

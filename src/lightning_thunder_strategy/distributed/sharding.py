@@ -297,10 +297,11 @@ def _getter(name: str, scheme: Scheme, accumulation: Accumulation) -> Callable[[
                 "module, so it is not spread over the ranks. Replace parameters before `fit` or in `configure_model`, "
                 "or change its values in place."
             )
-        if torch.compiler.is_compiling() or _GATHERING.watch is None or not scheme.copies:
+        if torch.compiler.is_compiling() or _GATHERING.watch is None:
             return scheme.gather(parameter, accumulation.local)
         gather = lambda stored: scheme.gather(stored, accumulation.local)  # noqa: E731
-        return edits.gather_watched(gather, parameter, _GATHERING.watch, f"`{name}` of {type(self).__name__}")
+        where = f"`{name}` of {type(self).__name__}"
+        return edits.gather_watched(gather, parameter, _GATHERING.watch, where, scheme.copies)
 
     _torch_dynamo.never_a_program(get)
     return get

@@ -269,7 +269,7 @@ class Engine:
     def _sharding_passes(self) -> tuple[Transform, ...]:
         if self.scheme is None:
             return ()
-        passes: list[Transform] = [RefuseLostEdits()] if self.sharded else []
+        passes: list[Transform] = [RefuseLostEdits(self.scheme.copies)]
         passes += [DeduplicateUnshard(), AddOnce()] if self.scheme.accumulates else [DeduplicateUnshard()]
         passes += [CastBeforeGather()] if self.sharded else []
         passes += [GatherAgain()] if self.parallelism == "zero3" else []
