@@ -1,8 +1,10 @@
 """Optimization fuel, and the command ``bisect``, which finds the claim that breaks a script."""
 
 import copy
+import os
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -55,7 +57,8 @@ torch.testing.assert_close(compiled(x), function(x))
 """
 
 
-def test_a_run_of_a_script_is_limited_and_logged(tmp_path):
+def test_a_run_of_a_script_is_limited_and_logged(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}")
     (tmp_path / "script.py").write_text(SCRIPT)
     found = bisect.run_with([sys.executable, str(tmp_path / "script.py"), "mul", "0"], 4, 100)
     assert not found.succeeded  # the fourth claim is the wrong one

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from contextlib import suppress
 from datetime import timedelta
 from typing import Optional
@@ -12,6 +13,23 @@ from lightning_thunder_strategy.compiler import _torch_compat
 
 _BEAT = 0.5  # seconds
 _PATIENCE = 5.0  # seconds without a beat after which a rank counts as lost
+
+
+_connections: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by process group: two connections to its store
+
+
+def connect() -> tuple[torch.distributed.Store, torch.distributed.Store]:
+    """Connections to the store of the process group, one for each of two threads.
+
+    They are made once, when the ranks meet: rank zero keeps the store, and if it has ended, a new connection is waited
+    for as long as the group's timeout.
+    """
+    group = torch.distributed.group.WORLD
+    if group not in _connections:
+        ours, other = _torch_compat.default_store(), _torch_compat.default_store()
+        other.set_timeout(timedelta(seconds=_PATIENCE))
+        _connections[group] = (ours, other)
+    return _connections[group]
 
 
 class Heartbeats:
@@ -28,8 +46,7 @@ class Heartbeats:
         if not torch.distributed.is_initialized():
             return
         self._keys = [f"lts/alive/{rank}" for rank in range(torch.distributed.get_world_size())]
-        self._store, self._other = _torch_compat.default_store(), _torch_compat.default_store()  # one a thread
-        self._other.set_timeout(timedelta(seconds=_PATIENCE))
+        self._store, self._other = connect()
 
     def __enter__(self) -> "Heartbeats":
         if torch.distributed.is_initialized():
