@@ -29,7 +29,7 @@ demo: setup
 JOBS ?= 2
 test: setup
 	$(BIN)/ruff check $(SOURCES)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile --durations 40
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 40
 
 # Lightning's own tests with our strategies: make conformance LIGHTNING_SRC=<a checkout of Lightning>
 conformance: setup

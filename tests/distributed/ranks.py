@@ -46,9 +46,10 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as folder:
         ports = [str(free_port()) for _ in scenarios]
         processes = []
+        inherited = {key: value for key, value in os.environ.items() if key != "PL_GLOBAL_SEED"}  # of another test
         for rank in range(world_size):
             variables = {
-                **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
+                **inherited, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size),
                 "LOCAL_WORLD_SIZE": str(world_size), "GROUP_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                 "TORCHELASTIC_RUN_ID": "tests", "OMP_NUM_THREADS": "1", "RANKS_PORTS": ",".join(ports),
                 "RANKS_PATIENCE": str(patience),
