@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.checks import Group
 
-GROUP = Group("agreement", timeout=280, patience=12)
+GROUP = Group("agreement", timeout=560, patience=12)
 
 
 @GROUP.parametrize()

@@ -4,10 +4,10 @@ import pytest
 
 from tests.distributed.checks import Group
 
-GROUP = Group("communication", timeout=280)
+GROUP = Group("communication", timeout=560)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @GROUP.parametrize()
 def test_communication(check: str, request: pytest.FixtureRequest) -> None:
     GROUP.assert_passed(check, request)

@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.checks import Group
 
-GROUP = Group("initialization", timeout=280)
+GROUP = Group("initialization", timeout=560)
 
 
 @GROUP.parametrize()

@@ -49,7 +49,7 @@ def started(ways: list[str], tmp_path_factory: Any) -> dict[str, tuple[Path, int
             end(process)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("way", WAYS)
 def test_processes_are_started_and_train(way: str, runs: dict[str, tuple[Path, int, str]]) -> None:
     folder, code, log = runs[way]
@@ -66,7 +66,7 @@ def test_processes_are_started_and_train(way: str, runs: dict[str, tuple[Path, i
     assert notes[0]["launcher"] == expected.get(way, "_MultiProcessingLauncher")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_all_ways_give_the_same_weights_in_the_main_process(runs: dict[str, tuple[Path, int, str]]) -> None:
     results = {way: json.loads((runs[way][0] / "result0.json").read_text()) for way in WAYS}
     untrained = launched.Smooth().state_dict()
@@ -79,7 +79,7 @@ def test_all_ways_give_the_same_weights_in_the_main_process(runs: dict[str, tupl
             )  # fmt: skip
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_processes_that_stay_serve_later_stages_and_trainers(runs: dict[str, tuple[Path, int, str]]) -> None:
     popen, torchrun = (json.loads((runs[way][0] / "result0.json").read_text()) for way in ("popen", "torchrun"))
     assert popen["steps"] == torchrun["steps"] == 3

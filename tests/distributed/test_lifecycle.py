@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.checks import Group
 
-GROUP = Group("lifecycle", timeout=280, patience=12)
+GROUP = Group("lifecycle", timeout=560, patience=12)
 
 
 @GROUP.parametrize()

@@ -6,10 +6,10 @@ import lightning_thunder_strategy as lts
 from lightning_thunder_strategy.strategies.engine import Engine
 from tests.distributed.checks import Group
 
-GROUP = Group("nonfinite", timeout=280)
+GROUP = Group("nonfinite", timeout=560)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @GROUP.parametrize()
 def test_nonfinite_gradients(check: str, request: pytest.FixtureRequest) -> None:
     GROUP.assert_passed(check, request)

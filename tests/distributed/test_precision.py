@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.checks import Group
 
-GROUP = Group("precision", timeout=280)
+GROUP = Group("precision", timeout=560)
 
 
 @GROUP.parametrize()

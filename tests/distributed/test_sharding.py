@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.checks import Group
 
-GROUP = Group("attributes", "traces", timeout=280)
+GROUP = Group("attributes", "traces", timeout=560)
 
 
 @GROUP.parametrize()

@@ -48,7 +48,7 @@ def number(pattern: str, text: str) -> float:
     return float(re.search(pattern + r"\s*([0-9.]+)", text)[1])
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_the_demo_learns_and_its_checkpoint_is_that_of_a_plain_model(tmp_path: Path) -> None:
     small = ["--steps", "60", "--layers", "1", "--width", "64", "--length", "64", "--batch-size", "32"]
     small += ["--learning-rate", "0.01", "--executors", "eager"]
@@ -70,7 +70,7 @@ def test_an_operator_and_a_fusion_executor_of_ones_own(tmp_path: Path) -> None:
     assert float(re.search(r"largest difference from eager PyTorch, loss and gradients: (\S+)", output)[1]) < 1e-5
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_litgpt_pretrains_under_torchrun_and_its_model_file_is_plain(tmp_path: Path) -> None:
     options = ["--steps", "4", "--length", "32", "--executors", "eager"]
     output = run(*TORCHRUN, str(EXAMPLES / "pretrain_litgpt.py"), *options, folder=tmp_path)
@@ -81,7 +81,7 @@ def test_litgpt_pretrains_under_torchrun_and_its_model_file_is_plain(tmp_path: P
     GPT(config).load_state_dict(torch.load(folder / "lit_model.pth", weights_only=True)["model"], strict=True)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_config_file_switches_from_eager_ddp_to_our_strategy(tmp_path: Path) -> None:
     few = ["--trainer.max_steps", "4", "--trainer.val_check_interval", "4", "--trainer.limit_val_batches", "2"]
     few += ["--trainer.enable_progress_bar", "false", "--trainer.callbacks", "tests.examples.losses.PrintLosses"]

@@ -60,13 +60,13 @@ def assert_trained(text: str) -> None:
     assert "0 breaks" in text and "all_reduce" in text  # among nodes
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_torchrun_on_each_node(tmp_path: Path) -> None:
     env = environment(tmp_path, HEAD=f"localhost:{free_port()}", DEVICES="1")
     assert_trained(outputs([["bash", str(EXAMPLES / "cli/torchrun.sh"), *FEW]] * 2, env, tmp_path))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_slurm_job(tmp_path: Path) -> None:
     (tmp_path / "srun").write_text(SRUN)
     (tmp_path / "srun").chmod(0o755)
