@@ -22,6 +22,7 @@ from lightning_thunder_strategy.distributed.edits import EditWatch
 from lightning_thunder_strategy.distributed.schemes import Scheme, place_like, whole
 from lightning_thunder_strategy.distributed.tensor_class import bound_schemes, listed_schemes, planned_attributes
 from lightning_thunder_strategy.distributed.tensor_parallel import ModulePlan
+from lightning_thunder_strategy.distributed.unsupported import refuse_stale_references, refuse_unsupported
 
 _LISTED = "_lts_listed_"  # before the name of a parameter: the whole of it, where a module computes with less
 
@@ -95,7 +96,7 @@ def parallelize(
         ValueError: If an attribute besides the parameters themselves refers to a parameter that must be replaced.
     """
     modules = list(root.named_modules())
-    _refuse_unsupported(modules, scheme)
+    refuse_unsupported(modules, scheme)
     placed: dict[nn.Parameter, nn.Parameter] = {}
     for _, module in modules:
         for name, parameter in module._parameters.items():
@@ -105,7 +106,7 @@ def parallelize(
                 placed[parameter] = scheme.place(parameter)
             module._parameters[name] = placed[parameter]
     replaced = {old: new for old, new in placed.items() if old is not new}
-    _refuse_stale_references(modules, replaced)
+    refuse_stale_references(modules, replaced)
     classes: dict[tuple, type] = {}
     accumulation = accumulation_of(root) or Accumulation()
     for _, module in modules:
@@ -342,64 +343,3 @@ def _copy_parameter(parameter: Optional[nn.Parameter], memo: dict[int, Any]) -> 
         parameter.grad = gradient
     if gradient is not None:
         made.grad = gradient.detach().clone()
-
-
-# ------------------------------------------------------------------------------------------------------- refusals
-
-
-def _refuse_unsupported(modules: list[tuple[str, nn.Module]], scheme: Scheme) -> None:
-    for name, module in modules:
-        if isinstance(module, torch.jit.ScriptModule):
-            raise TypeError(
-                f"The module `{name}` ({type(module).__name__}) is TorchScript, whose parameters cannot be spread over "
-                "ranks: pass the module it was scripted from."
-            )
-        if scheme.copies and getattr(module, "max_norm", None) is not None and hasattr(module, "weight"):
-            raise TypeError(
-                f"The module `{name}` ({type(module).__name__}) has max_norm={module.max_norm!r}, with which its "
-                "forward edits its weight, and the edit would be lost with the gathered copy: leave max_norm out and "
-                "renormalize the weight in `on_train_batch_end`, or use ThunderDDPStrategy."
-            )
-        if getattr(module, "sparse", None) is True and hasattr(module, "weight"):
-            raise TypeError(
-                f"The module `{name}` ({type(module).__name__}) has sparse=True, and sparse gradients cannot be "
-                "averaged over ranks in the program: make it with sparse=False."
-            )
-        for parameter_name, parameter in module._parameters.items():
-            if isinstance(parameter, nn.parameter.UninitializedParameter):
-                raise TypeError(
-                    f"The parameter `{name}.{parameter_name}` has no shape yet (a lazy module): call the module once "
-                    "on an example batch before `fit`."
-                )
-
-
-def _refuse_stale_references(modules: list[tuple[str, nn.Module]], replaced: dict[nn.Parameter, nn.Parameter]) -> None:
-    """A list or attribute that still holds an old parameter would silently be left out of training."""
-    if not replaced:
-        return
-    for module_name, module in modules:
-        for name, value in vars(module).items():
-            if name in ("_parameters", "_buffers", "_modules", "_flat_weights"):
-                continue
-            if any(item in replaced for item in _held_parameters(value)):
-                raise ValueError(
-                    f"The attribute `{name}` of `{module_name or type(module).__name__}` holds a parameter that the "
-                    "strategy replaces by its shard. Look the parameter up by its own attribute instead of keeping a "
-                    "second reference, or make the attribute an nn.ParameterList."
-                )
-
-
-def _held_parameters(value: Any, seen: Optional[set[int]] = None) -> Iterator[nn.Parameter]:
-    """Parameters in a value, in containers and in an optimizer."""
-    seen = set() if seen is None else seen
-    if id(value) in seen:
-        return
-    if isinstance(value, nn.Parameter):
-        yield value
-        return
-    if isinstance(value, torch.optim.Optimizer):
-        value = value.param_groups
-    if isinstance(value, (dict, list, tuple, set, frozenset)):
-        seen.add(id(value))
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _held_parameters(item, seen)
