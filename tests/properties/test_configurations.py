@@ -21,8 +21,8 @@ from lightning_thunder_strategy import fabric
 
 PACKAGE = Path(lts.__file__).parent
 STRATEGIES = [
-    *(lts.ThunderStrategy, lts.ThunderDDPStrategy, lts.ThunderFSDPStrategy),
-    *(fabric.ThunderStrategy, fabric.ThunderDDPStrategy, fabric.ThunderFSDPStrategy),
+    *(lts.ThunderStrategy, lts.ThunderDDPStrategy, lts.ThunderFSDPStrategy, lts.ThunderTPStrategy),
+    *(fabric.ThunderStrategy, fabric.ThunderDDPStrategy, fabric.ThunderFSDPStrategy, fabric.ThunderTPStrategy),
 ]
 OPTIONS = sorted({option for cls in STRATEGIES for option in inspect.signature(cls).parameters})
 WORDS = [
@@ -30,6 +30,20 @@ WORDS = [
     *("popen", "spawn", "fork", "forkserver", "gloo", "nccl", "cpu:gloo,cuda:nccl", "0:10:00", "true", "null", "", "ü"),
     *("$(touch x)", "a: b", "lightning_thunder_strategy.ThunderStrategy", "os.system", "-1", "1e3", "[]", "x" * 300),
 ]
+RECIPE = {
+    "input": ["e4m3", "e2m3", "e9m9"],
+    "gradient": ["e5m2", "e2m1"],
+    "scaling": ["tensor", "row", "mx", "nvfp4", "rows"],
+    "power_of_two_scales": [True, "maybe"],
+    "gradient_rounding": ["stochastic", "up"],
+    "min_features": [1, 256, 0, "many"],
+    "inputs": ["e4m3"],
+}
+PLUGIN = {
+    "precision": ["fp8", "mxfp6-e2m3", "fp7"],
+    "base": ["bf16-true", "32-true", "16-true"],
+    "skip": [[], ["*lm_head"], "lm_head", 3],
+}
 CONFIG = [*inspect.signature(lts.CompileConfig).parameters, "modes"]
 EAGER = "lightning_thunder_strategy.executors.eager.EagerExecutor"
 
@@ -46,12 +60,25 @@ values = st.one_of(
 )
 GOOD: dict[str, list[Any]] = {
     "executors": ["auto", ["eager"], []],
-    "compile": ["step", "off", {"mode": "forward", "dynamic": True}, {"fullgraph": True}],
-    "transforms": [[], [{"class_path": "tests.cli.test_cli.Renames", "init_args": {"count": 2}}]],
+    "compile": ["step", "off", {"mode": "forward", "dynamic": True}, {"fullgraph": True}, {"fuel": 3}],
+    "transforms": [
+        [],
+        [{"class_path": "tests.cli.test_cli.Renames", "init_args": {"count": 2}}],
+        [{"class_path": "lightning_thunder_strategy.QuantizeWeights", "init_args": {"storage": "nf4"}}],
+    ],
     "state_dict_type": ["full", "sharded"],
     "timeout": ["0:01:00", None],
-    "sharding": ["zero2", "zero3"],
+    "sharding": ["zero1", "zero2", "zero3"],
     "start_method": ["popen", "spawn"],
+    "replicas": [1, 2],
+    "tensor_parallel_size": [1, 2, "auto"],
+    "plan": ["auto", {"*.qkv": "colwise", "*.proj": "rowwise"}],
+    "bucket_size_mb": ["block", 0, 12.5],
+    "reduce_dtype": [None, "float32", "bfloat16"],
+    "prefetch": [0, 2],
+    "in_flight_mb": [None, 64],
+    "nonfinite_gradients": ["ignore", "raise"],
+    "unshard_on_teardown": ["auto", True, False],
 }
 
 
@@ -61,6 +88,14 @@ def options(draw: Any) -> dict[str, Any]:
     names = draw(st.lists(st.sampled_from([*OPTIONS, "shardings"]), max_size=4, unique=True))
     good = {name: st.sampled_from(GOOD[name]) for name in names if name in GOOD}
     return {name: draw(st.one_of(good[name], good[name], values) if name in good else values) for name in names}
+
+
+@st.composite
+def plugin_options(draw: Any) -> dict[str, Any]:
+    """Options of ``ThunderPrecision``, most of them good."""
+    drawn = draw(st.fixed_dictionaries({}, optional={name: st.sampled_from(PLUGIN[name]) for name in PLUGIN}))
+    recipe = st.fixed_dictionaries({}, optional={name: st.sampled_from(RECIPE[name]) for name in RECIPE})
+    return {**drawn, "precision": draw(recipe)} if draw(st.booleans()) else drawn
 
 
 def assert_clear(error: BaseException, names: list[str]) -> None:
@@ -114,7 +149,7 @@ def parser() -> LightningArgumentParser:
 
 named = st.sampled_from(
     [
-        *(f"lightning_thunder_strategy.{cls.__name__}" for cls in STRATEGIES[:3]),
+        *(f"lightning_thunder_strategy.{cls.__name__}" for cls in STRATEGIES[:4]),
         *("thunder", "thunder_ddp", "thunder_fsdp", "ThunderFSDPStrategy", "lightning_thunder_strategy.Nothing"),
         *("lightning_thunder_strategy.fabric.ThunderStrategy", "lightning_thunder_strategy.compile"),
     ]
@@ -149,12 +184,37 @@ def test_yaml_is_parsed_or_refused_in_one_message(strategy: Any) -> None:
     except (Exception, SystemExit) as error:
         if isinstance(error, SystemExit):
             error = error.__context__
-            assert f"error: {chosen.class_path.rpartition('.')[2]}: {error}" in errors.getvalue()
+            assert f": {error}" in told(errors.getvalue())
         assert_clear(error, [*(given_options if isinstance(given_options, dict) else {}), *CONFIG, "strategy"])
         return
     assert type(made) in STRATEGIES
     again = parser().parse_string(parser().dump(parsed, skip_none=False))
     assert again == parsed, "what is printed means the same"
+
+
+def told(printed: str) -> str:
+    """The error that a parser has printed below its usage."""
+    return printed.rpartition("\nerror: ")[2]
+
+
+@settings(max_examples=2 * settings().max_examples)
+@given(plugin_options())
+def test_precision_in_yaml_works_or_is_refused_in_one_line(given_options: dict[str, Any]) -> None:
+    plugin = {"class_path": "lightning_thunder_strategy.ThunderPrecision", "init_args": given_options}
+    text = yaml.safe_dump({"trainer": {"strategy": "thunder", "plugins": [plugin], "logger": False}})
+    errors = StringIO()
+    try:
+        with redirect_stderr(errors):
+            parsed = parser().parse_string(text)
+            made = parser().instantiate_classes(parsed).trainer.plugins[0]
+    except SystemExit:
+        line = told(errors.getvalue()).rstrip("\n")
+        assert "\n" not in line and "Traceback" not in errors.getvalue(), line
+        recipe = given_options.get("precision")
+        assert any(name in line for name in [*given_options, *(recipe if isinstance(recipe, dict) else ())]), line
+        return
+    assert type(made) is lts.ThunderPrecision
+    assert parser().parse_string(parser().dump(parsed, skip_none=False)) == parsed
 
 
 def test_a_timeout_is_a_duration_in_yaml() -> None:

@@ -1,12 +1,16 @@
 """How a program is compiled: the one options object of the compiler."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, Optional, get_args
+
+from lightning_thunder_strategy.compiler.refusals import told_by_the_parser_too
 
 Mode = Literal["step", "forward", "submodules", "off"]
 OnError = Literal["fallback", "raise"]
 
 
+@told_by_the_parser_too
 @dataclass(frozen=True)
 class CompileConfig:
     """Options of one compiled function or step.
@@ -60,3 +64,10 @@ def check_choice(option: str, value: object, allowed: tuple) -> None:
     """Raise ``ValueError`` naming ``option``, ``value`` and what is allowed, unless ``value`` is one of ``allowed``."""
     if value not in allowed:
         raise ValueError(f"{option}={value!r} is not allowed: choose one of {', '.join(map(repr, allowed))}.")
+
+
+def check_patterns(option: str, value: object) -> None:
+    """Raise ``ValueError`` unless ``value`` is a list of patterns of module names."""
+    texts = isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(each, str) for each in value)
+    if not texts:
+        raise ValueError(f"{option}={value!r} is not allowed: give a list of patterns, such as ['*lm_head'].")

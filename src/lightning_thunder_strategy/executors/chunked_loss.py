@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
+from lightning_thunder_strategy.compiler.refusals import told_by_the_parser_too
 from lightning_thunder_strategy.executors.base import OperatorExecutor, Replacement
 from lightning_thunder_strategy.executors.linear_cross_entropy import arguments, define, find
 from lightning_thunder_strategy.executors.registered import is_call_of
@@ -54,6 +55,7 @@ def chunked_linear_cross_entropy(
     return _operator(x, weight, bias, target, ignore_index, reduction == "mean", chunk_rows, needs)[0].to(loss)
 
 
+@told_by_the_parser_too
 @dataclass(frozen=True)
 class ChunkedLossExecutor(OperatorExecutor):
     """A linear layer and the cross-entropy loss of its result, in chunks of rows: all logits are never held at once.

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_thunder_strategy.compiler._torch_fakes import run_on_fakes
 from lightning_thunder_strategy.compiler.config import check_choice
 from lightning_thunder_strategy.compiler.emit import node_value, type_text
+from lightning_thunder_strategy.compiler.refusals import told_by_the_parser_too
 from lightning_thunder_strategy.executors.base import OperatorExecutor
 from lightning_thunder_strategy.executors.packages import gpu_problem
 
@@ -50,6 +51,7 @@ _FUNCTIONS: dict[str, Callable] = {
 }
 
 
+@told_by_the_parser_too
 @dataclass(frozen=True)
 class SdpaExecutor(OperatorExecutor):
     """Scaled dot product attention by one backend of torch: flash, efficient, math or cudnn.

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from lightning_thunder_strategy.compiler.emit import node_value
+from lightning_thunder_strategy.compiler.refusals import told_by_the_parser_too
 from lightning_thunder_strategy.executors import triton_operators
 from lightning_thunder_strategy.executors.base import OperatorExecutor, Replacement
 from lightning_thunder_strategy.executors.linear_cross_entropy import find
@@ -21,6 +22,7 @@ _MOST_FEATURES = 16384  # a row of RMSNorm is one block
 _TYPES = (torch.float32, torch.bfloat16)
 
 
+@told_by_the_parser_too
 @dataclass(frozen=True)
 class TritonExecutor(OperatorExecutor):
     """Our own Triton kernels: a linear layer with its cross-entropy loss in chunks of rows, and ``F.rms_norm``.

@@ -9,6 +9,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import fx, nn
 
+from lightning_thunder_strategy.compiler.config import check_patterns
 from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.report import warn
 from lightning_thunder_strategy.compiler.trace import Decision, Trace
@@ -44,8 +45,7 @@ class LowPrecisionLinears(Transform):
 
     def __post_init__(self) -> None:
         resolve_recipe(self.precision)
-        if isinstance(self.skip, str) or not all(isinstance(pattern, str) for pattern in self.skip):
-            raise ValueError(f"skip={self.skip!r} is not allowed: give a list of patterns, such as ['*lm_head'].")
+        check_patterns("skip", self.skip)
         object.__setattr__(self, "skip", tuple(self.skip))
 
     @property

@@ -4,6 +4,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, Union, get_args
 
 from lightning_thunder_strategy.compiler.config import check_choice
+from lightning_thunder_strategy.compiler.refusals import told_by_the_parser_too
 from lightning_thunder_strategy.precision.formats import FormatName
 from lightning_thunder_strategy.precision.scaling import Granularity
 
@@ -12,6 +13,7 @@ Rounding = Literal["nearest", "stochastic"]
 PrecisionName = Literal["fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "nvfp4"]
 
 
+@told_by_the_parser_too
 @dataclass(frozen=True)
 class Recipe:
     """How the three products of a linear are computed: output, gradient of the input, gradient of the weight.

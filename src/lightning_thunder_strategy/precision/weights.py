@@ -11,6 +11,8 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_thunder_strategy.compiler import _torch_aot
+from lightning_thunder_strategy.compiler.config import check_patterns
+from lightning_thunder_strategy.compiler.refusals import told_by_the_parser_too
 from lightning_thunder_strategy.compiler.trace import Origin, Trace
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.precision.storage import (
@@ -85,6 +87,7 @@ class StoredWeight:
     reason: str = ""
 
 
+@told_by_the_parser_too
 @dataclass
 class QuantizeWeights(Transform):
     """Stores the weights of linears in few bits: ``transforms=[QuantizeWeights("nf4")]`` on any strategy.
@@ -107,10 +110,9 @@ class QuantizeWeights(Transform):
 
     def __post_init__(self) -> None:
         resolve_storage(self.storage)
-        if isinstance(self.skip, str) or not all(isinstance(pattern, str) for pattern in self.skip):
-            raise ValueError(f"skip={self.skip!r} is not allowed: give a list of patterns, such as ['*lm_head'].")
-        if self.min_features < 1:
-            raise ValueError(f"min_features={self.min_features!r} is not allowed: give 1 or more.")
+        check_patterns("skip", self.skip)
+        if not isinstance(self.min_features, int) or isinstance(self.min_features, bool) or self.min_features < 1:
+            raise ValueError(f"min_features={self.min_features!r} is not allowed: choose a whole number from 1.")
         self.skip = tuple(self.skip)
 
     def cache_key(self) -> Optional[str]:
