@@ -80,6 +80,7 @@ EVERY_OPTION = {
     },
     "unshard_on_teardown": True,
     "state_dict_type": "sharded",
+    "async_save": True,
     "report": True,
     "broadcast_buffers": False,
     "replicas": 2,
@@ -106,6 +107,7 @@ def assert_every_option(strategy: Any) -> None:
         mode="forward", fullgraph=True, dynamic=True, cudagraphs=False, on_error="raise", eager_random=True, fuel=50
     )
     assert (options.unshard_on_teardown, options.state_dict_type, options.report) == (True, "sharded", True)
+    assert options.async_save is True
     assert options.nonfinite_gradients == "raise"
     assert strategy._engine.replicas == 2
     assert strategy._engine.communication == Communication(12.5, "bfloat16", 2, 64.0)

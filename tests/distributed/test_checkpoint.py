@@ -4,7 +4,7 @@ import pytest
 
 from tests.distributed.checks import Group
 
-GROUP = Group("checkpoints", timeout=560)
+GROUP = Group("checkpoints", "async_checkpoints", timeout=560)
 
 
 @GROUP.parametrize()

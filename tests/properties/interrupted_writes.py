@@ -67,7 +67,10 @@ def fail() -> None:
 
 
 def trainer(kind: str, **options: Any) -> L.Trainer:
-    strategy = lts.ThunderStrategy(executors=["eager"], compile="off", state_dict_type=kind)
+    """``kind`` is ``full`` or ``sharded``, or ``async-full`` and ``async-sharded``: written while training goes on."""
+    background = kind.startswith("async-")
+    kind = kind.removeprefix("async-")
+    strategy = lts.ThunderStrategy(executors=["eager"], compile="off", state_dict_type=kind, async_save=background)
     return make_trainer(strategy, **{"max_epochs": 1, **options})
 
 

@@ -67,6 +67,7 @@ GOOD: dict[str, list[Any]] = {
         [{"class_path": "lightning_thunder_strategy.QuantizeWeights", "init_args": {"storage": "nf4"}}],
     ],
     "state_dict_type": ["full", "sharded"],
+    "async_save": [True, False],
     "timeout": ["0:01:00", None],
     "sharding": ["zero1", "zero2", "zero3"],
     "start_method": ["popen", "spawn"],

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+KINDS, IN_BACKGROUND = ("full", "sharded"), ("async-full", "async-sharded")
 ROOT = Path(__file__).parent.parent.parent
 LONG = int(os.environ.get("FUZZ_EXAMPLES", "0"))
 
@@ -17,7 +18,7 @@ def test_the_last_complete_checkpoint_loads(tmp_path: Path) -> None:
     """One is overwritten, or training saves after each step; in one file and in a folder of shards."""
     seed = int.from_bytes(os.urandom(4), "little") if LONG else 0
     jobs = {f"overwrites:{kind}:{LONG or 20}": LONG or 20 for kind in ("full", "sharded")}
-    jobs |= {f"training:{kind}:{LONG // 10 or 1}": LONG // 10 or 1 for kind in ("full", "sharded")}
+    jobs |= {f"training:{kind}:{LONG // 10 or 1}": LONG // 10 or 1 for kind in (*KINDS, *IN_BACKGROUND)}
     command = [sys.executable, "-m", "tests.properties.interrupted_writes", str(seed), str(tmp_path), *jobs]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240 + 10 * LONG)

@@ -7,7 +7,7 @@ two equal calls do not look equal, and printed programs would not say what is ca
 from collections.abc import Callable
 from typing import Any, Optional
 
-from torch import fx
+from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 _HIDDEN = ("args_as_value", "kwargs_as_value")  # what such a function closes over
@@ -51,6 +51,11 @@ def shard_key(tensor: DTensor) -> str:
     local, mesh = tensor._local_tensor, tensor.device_mesh
     groups = [group.group_name for group in mesh.get_all_groups()] if mesh.get_coordinate() is not None else []
     return repr((tuple(local.shape), local.stride(), tensor.placements, mesh.get_coordinate(), groups))
+
+
+def with_local(tensor: DTensor, local: Tensor) -> DTensor:
+    """A distributed tensor like ``tensor`` with another local part, which may be on another device than the mesh."""
+    return DTensor(local, tensor._spec, requires_grad=False)
 
 
 def _hidden(function: Any) -> Optional[tuple[list[Any], dict[str, Any]]]:

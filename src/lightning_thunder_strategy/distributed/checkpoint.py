@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.utilities.load import _METADATA_FILENAME as METADATA_FILENAME
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -153,7 +154,13 @@ def is_sharded_checkpoint(path: Path) -> bool:
     return path.is_dir() and (path / METADATA_FILENAME).is_file()
 
 
-def save_sharded(folder: Path, state: Mapping[str, Any], metadata: Mapping[str, Any], main: bool) -> None:
+def save_sharded(
+    folder: Path,
+    state: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+    main: bool,
+    group: Optional[ProcessGroup] = None,
+) -> None:
     """Write tensors as shards and everything else to ``meta.pt``. Every rank calls it.
 
     Args:
@@ -161,9 +168,10 @@ def save_sharded(folder: Path, state: Mapping[str, Any], metadata: Mapping[str, 
         state: What is stored in shards: model states and named optimizer states.
         metadata: The rest; taken from the ``main`` rank.
         main: Whether this is rank zero.
+        group: All ranks, for the communication of writing; by default the group that everything uses.
     """
     with alone_or_together() as no_dist:
-        dcp.save(dict(state), checkpoint_id=folder, no_dist=no_dist)
+        dcp.save(dict(state), checkpoint_id=folder, process_group=group, no_dist=no_dist)
     if main:
         torch.save(dict(metadata), folder / METADATA_FILENAME)
 
@@ -171,9 +179,12 @@ def save_sharded(folder: Path, state: Mapping[str, Any], metadata: Mapping[str, 
 @contextmanager
 def alone_or_together() -> Iterator[bool]:
     """Whether to write and read without communication. Torch's warning that one process is alone is left out."""
+    if torch.distributed.is_initialized():
+        yield False
+        return
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        yield not torch.distributed.is_initialized()
+        yield True
 
 
 def load_sharded(

@@ -75,7 +75,7 @@ class Engine:
         self.parallelism = parallelism
         self.communication = communication
         self.replicas = replicas
-        self._timeout = timeout
+        self.timeout = timeout
         self.scheme: Optional[Scheme] = None
         self.agreement: Optional[Agreement] = None
         self.failed = False
@@ -110,7 +110,7 @@ class Engine:
             mesh = data_mesh(device.type, self.replicas)
             sharded = Sharded if self.replicas == 1 else HybridSharded
             self.scheme = sharded(mesh, self.parallelism == "zero1") if self.sharded else Replicated(mesh)
-        self.agreement = Agreement(self._timeout) if mesh.size() > 1 else None
+        self.agreement = Agreement(self.timeout) if mesh.size() > 1 else None
 
     # ------------------------------------------------------------------------------------------------------- modules
 

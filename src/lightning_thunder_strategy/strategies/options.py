@@ -40,11 +40,13 @@ class StrategyOptions:
     state_dict_type: StateDictType
     report: bool
     nonfinite_gradients: NonfiniteGradients = "ignore"
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         check_choice("state_dict_type", self.state_dict_type, get_args(StateDictType))
         check_choice("unshard_on_teardown", self.unshard_on_teardown, ("auto", True, False))
         check_choice("report", self.report, (True, False))
+        check_choice("async_save", self.async_save, (True, False))
         check_choice("nonfinite_gradients", self.nonfinite_gradients, get_args(NonfiniteGradients))
         if not isinstance(self.transforms, Sequence) or isinstance(self.transforms, str):
             raise ValueError(f"transforms={self.transforms!r} is not allowed: give a list of Transform objects.")

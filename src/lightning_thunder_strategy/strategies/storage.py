@@ -7,6 +7,7 @@ from typing import Any, Optional, Protocol
 
 import torch
 from lightning.fabric.utilities.cloud_io import _load as load_anywhere
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lightning_thunder_strategy.distributed import checkpoint as states
@@ -90,8 +91,21 @@ def _failure(function: Callable[[], None]) -> Optional[str]:
     return None
 
 
-def write_folder(ranks: Ranks, path: Path, state: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+def write_folder(
+    ranks: Ranks,
+    path: Path,
+    state: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+    group: Optional[ProcessGroup] = None,
+) -> None:
     """Let every rank write its shards into a folder beside ``path`` and move it there. Every rank calls it.
+
+    Args:
+        ranks: All ranks.
+        path: The folder.
+        state: What is stored in shards.
+        metadata: The rest.
+        group: All ranks too, for the communication of writing; by default the one that everything uses.
 
     Raises:
         CheckpointWriteError: On every rank, if one could not write; on the others, if a rank was lost.
@@ -100,7 +114,7 @@ def write_folder(ranks: Ranks, path: Path, state: Mapping[str, Any], metadata: M
         try:
             error = _on_rank_zero(ranks, lambda: temporary.mkdir(parents=True))
             if error is None:
-                error = _failure(lambda: states.save_sharded(temporary, state, metadata, main=ranks.is_global_zero))
+                error = _failure(lambda: states.save_sharded(temporary, state, metadata, ranks.is_global_zero, group))
                 error = ranks.broadcast(error)  # a failure to write shards is known on all ranks, one of the rest on 0
             if error is None:
                 error = _on_rank_zero(ranks, lambda: _finish(temporary, path))

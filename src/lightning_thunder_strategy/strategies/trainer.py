@@ -55,6 +55,7 @@ class ThunderStrategy(CompiledStepsStrategy, SingleDeviceStrategy):
         compile: ``"step"``, ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
             of ``torch.distributed.checkpoint``.
+        async_save: During ``fit``, copy what a checkpoint holds and write it in the background while training goes on.
         report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
 
     Raises:
@@ -70,11 +71,13 @@ class ThunderStrategy(CompiledStepsStrategy, SingleDeviceStrategy):
         transforms: Sequence[Transform] = (),
         compile: Compile = "step",
         state_dict_type: StateDictType = "full",
+        async_save: bool = False,
         report: bool = False,
     ) -> None:
         super().__init__()
         config = compile_config(compile, highest="step")
-        self._use(Engine(StrategyOptions(executors, transforms, config, "auto", state_dict_type, report), "none"))
+        options = StrategyOptions(executors, transforms, config, "auto", state_dict_type, report, async_save=async_save)
+        self._use(Engine(options, "none"))
 
     @property
     def parallel_devices(self) -> Optional[list[torch.device]]:
@@ -214,6 +217,7 @@ class ThunderDDPStrategy(DistributedStrategy):
         compile: ``"step"``, ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
             of ``torch.distributed.checkpoint``.
+        async_save: During ``fit``, copy what a checkpoint holds and write it in the background while training goes on.
         report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
         broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero before each step.
         bucket_size_mb: Mebibytes of gradients that a program reduces at once; 0: each parameter's by itself;
@@ -241,6 +245,7 @@ class ThunderDDPStrategy(DistributedStrategy):
         transforms: Sequence[Transform] = (),
         compile: Compile = "step",
         state_dict_type: StateDictType = "full",
+        async_save: bool = False,
         report: bool = False,
         broadcast_buffers: bool = True,
         bucket_size_mb: BucketSize = 25.0,
@@ -256,7 +261,9 @@ class ThunderDDPStrategy(DistributedStrategy):
         super().__init__(process_group_backend=process_group_backend, timeout=timeout, start_method=start_method)
         config = compile_config(compile, highest="step")
         communication.check_compiled(config)
-        options = StrategyOptions(executors, transforms, config, "auto", state_dict_type, report, nonfinite_gradients)
+        options = StrategyOptions(
+            executors, transforms, config, "auto", state_dict_type, report, nonfinite_gradients, async_save
+        )
         self._use(Engine(options, "ddp", timeout, communication))
         self._broadcast_buffers = broadcast_buffers
 
@@ -284,6 +291,7 @@ class ThunderFSDPStrategy(ShardedStrategy):
             ``"auto"`` for models under 1 GiB, and always if ``start_method`` is not ``"popen"``.
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
             to which each rank writes its part.
+        async_save: During ``fit``, copy what a checkpoint holds and write it in the background while training goes on.
         report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
         broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero before each step.
         bucket_size_mb: Mebibytes of whole parameters that a program gathers or reduces at once; 0: each by itself;
@@ -317,6 +325,7 @@ class ThunderFSDPStrategy(ShardedStrategy):
         compile: Compile = "step",
         unshard_on_teardown: Unshard = "auto",
         state_dict_type: StateDictType = "full",
+        async_save: bool = False,
         report: bool = False,
         broadcast_buffers: bool = True,
         bucket_size_mb: BucketSize = "block",
@@ -337,7 +346,7 @@ class ThunderFSDPStrategy(ShardedStrategy):
         unshard_on_teardown = check_unshard(unshard_on_teardown, start_method)
         communication.check_compiled(config)
         options = StrategyOptions(
-            executors, transforms, config, unshard_on_teardown, state_dict_type, report, nonfinite_gradients
+            executors, transforms, config, unshard_on_teardown, state_dict_type, report, nonfinite_gradients, async_save
         )
         self._use(Engine(options, sharding, timeout, communication, replicas, tensor))
         self._broadcast_buffers = broadcast_buffers

@@ -1,21 +1,17 @@
 """What all our Trainer strategies do: compiled steps, states, setup and teardown."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any, Optional
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
-from lightning.fabric.utilities.types import _PATH as PathLike
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.plugins import Precision, TorchCheckpointIO
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_thunder_strategy.compiler.config import CompileConfig
@@ -23,27 +19,25 @@ from lightning_thunder_strategy.compiler.report import Record, Report
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.distributed import checkpoint as states
 from lightning_thunder_strategy.distributed import sharding
-from lightning_thunder_strategy.distributed.files import vanish
 from lightning_thunder_strategy.precision.options import accept
 from lightning_thunder_strategy.steps.notes import copy_changed_notes
 from lightning_thunder_strategy.steps.opaque import OpaqueMachinery
 from lightning_thunder_strategy.steps.precompile import compile_early
 from lightning_thunder_strategy.steps.recorder import StepRecorder
 from lightning_thunder_strategy.steps.step import CompiledStep, StepPipelines
-from lightning_thunder_strategy.strategies import storage
 from lightning_thunder_strategy.strategies.engine import Engine
+from lightning_thunder_strategy.strategies.trainer_states import SavedStates
 
 _STAGES = {TrainerFn.FITTING: "training", TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test",
            TrainerFn.PREDICTING: "predict"}  # fmt: skip
 
 
-class CompiledStepsStrategy(Strategy):
+class CompiledStepsStrategy(SavedStates):
     """Base of the Trainer strategies, mixed in before the Lightning class that knows launchers and ranks."""
 
-    _engine: Engine
-
+    @override
     def _use(self, engine: Engine) -> None:
-        self._engine = engine
+        super()._use(engine)
         self._steps: dict[str, CompiledStep] = {}
         self._records: dict[str, Record] = {}
         self._shared: Optional[tuple[StepRecorder, OpaqueMachinery]] = None
@@ -95,6 +89,8 @@ class CompiledStepsStrategy(Strategy):
         _refuse_callbacks(trainer.callbacks, self._engine)  # type: ignore[attr-defined]
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._open_saves(trainer.callbacks)  # type: ignore[attr-defined]
         layer_sync = getattr(self, "_layer_sync", None)
         if fitting and layer_sync is not None:
             self.model = layer_sync.apply(self.model)
@@ -138,6 +134,7 @@ class CompiledStepsStrategy(Strategy):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._engine.failed = True
+        self._close_saves()
         if isinstance(exception, RuntimeError) and "double backward" in str(exception):
             exception.args = (f"{_DIFFERENTIATED_TWICE} ({exception})",)
 
@@ -168,6 +165,7 @@ class CompiledStepsStrategy(Strategy):
             self._lightning_module = module
             if sharded_optimizers:
                 self._optimizers = sharded_optimizers
+            self._close_saves()
 
     def __getstate__(self) -> dict:
         state = super().__getstate__()
@@ -277,103 +275,12 @@ class CompiledStepsStrategy(Strategy):
         """What was compiled, by whom, and what was not."""
         return self._engine.report(self.records(), self.lightning_module)
 
-    # ------------------------------------------------------------------------------------------------------- states
 
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        state = self.lightning_module.state_dict()
-        return self._full(state) if self._engine.options.state_dict_type == "full" else state
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        optimizer = getattr(optimizer, "_optimizer", optimizer)
-        if self._engine.options.state_dict_type == "full":
-            return self._full(optimizer.state_dict())
-        assert self.lightning_module is not None
-        return states.named_optimizer_state(optimizer, states.parameter_names(self.lightning_module))
-
-    def _full(self, state: Any) -> Any:
-        return states.full_state(state, keep=self.is_global_zero)
-
-    @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: PathLike, storage_options: Optional[Any] = None
-    ) -> None:
-        filepath = self.broadcast(filepath)
-        if self._engine.options.state_dict_type == "full" and states.has_distributed_tensors(checkpoint["state_dict"]):
-            checkpoint["state_dict"] = self._full(checkpoint["state_dict"])  # a callback has put an average there
-        sharded = self._engine.options.state_dict_type == "sharded"
-        if not sharded and (type(self.checkpoint_io) is not TorchCheckpointIO or not storage.is_local(filepath)):
-            super().save_checkpoint(checkpoint, filepath, storage_options)  # a user's own way to write
-            return
-        path = Path(filepath)
-        if not sharded and storage_options is not None:
-            self.checkpoint_io.save_checkpoint(
-                checkpoint, filepath, storage_options=storage_options
-            )  # raises everywhere
-            return
-        if not sharded:
-            storage.write_file(self, path, lambda temporary: self.checkpoint_io.save_checkpoint(checkpoint, temporary))
-            return
-        if storage_options is not None:
-            raise TypeError(
-                f"storage_options={storage_options!r} is not supported with state_dict_type='sharded': use 'full' and "
-                "a CheckpointIO plugin that understands them."
-            )
-        if not storage.is_local(filepath):
-            raise ValueError(f"state_dict_type='sharded' writes to a local folder, not to {filepath!r}.")
-        optimizers = {f"optimizer_{i}": state for i, state in enumerate(checkpoint.pop("optimizer_states", []))}
-        models = {key: checkpoint.pop(key) for key in _MODEL_STATES if key in checkpoint}
-        storage.write_folder(self, path, {**models, **optimizers}, checkpoint)
-
-    @override
-    def remove_checkpoint(self, filepath: PathLike) -> None:
-        if type(self.checkpoint_io) is not TorchCheckpointIO or not storage.is_local(filepath):
-            super().remove_checkpoint(filepath)
-        elif self.is_global_zero:
-            vanish(Path(filepath))
-
-    @override
-    def load_checkpoint(self, checkpoint_path: PathLike, weights_only: Optional[bool] = None) -> dict[str, Any]:
-        checkpoint_path = self.broadcast(checkpoint_path)
-        if storage.is_local(checkpoint_path) and states.is_sharded_checkpoint(Path(checkpoint_path)):
-            return self._load_folder(Path(checkpoint_path), weights_only)
-        if type(self.checkpoint_io) is TorchCheckpointIO:
-            return storage.read_file(checkpoint_path, weights_only)
-        return super().load_checkpoint(checkpoint_path, weights_only)
-
-    def _load_folder(self, path: Path, weights_only: Optional[bool]) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        keys = [f"optimizer_{index}" for index in range(_MOST_OPTIMIZERS)]
-        likes = {key: self.lightning_module.state_dict() for key in _MODEL_STATES}
-        state, checkpoint = states.load_sharded(path, likes, keys, weights_only)
-        optimizers = [state.pop(key) for key in keys if key in state]
-        return {**checkpoint, **state, "optimizer_states": optimizers}
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        states.load_model_state(self.lightning_module, checkpoint["state_dict"], strict)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        assert self.lightning_module is not None
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"]):
-            states.load_optimizer_state(optimizer, state, states.parameter_names(self.lightning_module))
-            if not self._engine.sharded:
-                optimizers_to_device([optimizer], self.root_device)
-
-
-_MOST_OPTIMIZERS = 100
 _DIFFERENTIATED_TWICE = (
     "A part of the step was compiled, and `torch.autograd.grad(..., create_graph=True)` was applied to it outside: it "
     "cannot be differentiated twice. Compute it and its gradient without anything in between that cuts the program, or "
     "set compile='off'."
 )
-
-
-_MODEL_STATES = ("state_dict", "current_model_state")  # the second beside an average of the weights
 
 
 def _averages(callbacks: Sequence[Any]) -> list[nn.Module]:

@@ -50,6 +50,7 @@ class ThunderTPStrategy(ShardedStrategy):
             ``"auto"`` for models under 1 GiB, and always if ``start_method`` is not ``"popen"``.
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
             to which each rank writes its part.
+        async_save: During ``fit``, copy what a checkpoint holds and write it in the background while training goes on.
         report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
         broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero before each step.
         bucket_size_mb: Mebibytes of gradients that a program reduces at once; 0: each parameter's by itself;
@@ -80,6 +81,7 @@ class ThunderTPStrategy(ShardedStrategy):
         compile: Compile = "step",
         unshard_on_teardown: Unshard = "auto",
         state_dict_type: StateDictType = "full",
+        async_save: bool = False,
         report: bool = False,
         broadcast_buffers: bool = True,
         bucket_size_mb: BucketSize = 25.0,
@@ -104,6 +106,7 @@ class ThunderTPStrategy(ShardedStrategy):
             state_dict_type,
             report,
             nonfinite_gradients,
+            async_save,
         )
         self._use(Engine(options, "tp", timeout, communication, tensor=tensor))
         self._broadcast_buffers = broadcast_buffers
