@@ -23,6 +23,7 @@ def test_the_doctor_names_every_executor_its_version_and_state(monkeypatch, caps
 def test_the_doctor_says_why_not_and_what_to_install(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(InductorExecutor, "unavailable", lambda self: "[No] C++ compiler.")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "not available: [No] C++ compiler." in text and "to install: apt install g++" in text

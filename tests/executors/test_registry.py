@@ -42,6 +42,7 @@ def test_an_unknown_name_lists_all_executors():
 
 def test_an_unavailable_executor_says_why_and_lists_all(monkeypatch):
     monkeypatch.setattr(InductorExecutor, "unavailable", lambda self: "No C++ compiler.")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError) as caught:
         lts.compile(lambda x: x, executors=["inductor"])
     text = str(caught.value)
@@ -67,7 +68,7 @@ def test_the_report_says_what_auto_stands_for_and_why():
     (step,) = lts.explain(compiled).to_dict()["steps"].values()
     (found,) = [item for item in step["decisions"] if item["subject"] == 'executors="auto"']
     assert (found["shape"], found["choice"]) == ("on cpu", "inductor, eager")
-    assert "has the compiler it needs for a CPU" in found["reason"]
+    assert "has the compiler it needs on this machine" in found["reason"]
     named = lts.compile(lambda x: x.sin() + 1, executors=["eager"])
     named(torch.ones(2))
     (step,) = lts.explain(named).to_dict()["steps"].values()

@@ -21,6 +21,7 @@ def test_the_last_complete_checkpoint_loads(tmp_path: Path) -> None:
     jobs |= {f"training:{kind}:{LONG // 10 or 1}": LONG // 10 or 1 for kind in (*KINDS, *IN_BACKGROUND)}
     command = [sys.executable, "-m", "tests.properties.interrupted_writes", str(seed), str(tmp_path), *jobs]
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
+    env["CUDA_VISIBLE_DEVICES"] = ""  # its processes fork, which CUDA does not survive
     ended = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240 + 10 * LONG)
     assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stderr[-3000:]}"
     assert json.loads(ended.stdout.splitlines()[-1]) == jobs

@@ -280,6 +280,7 @@ def test_a_process_killed_while_writing_leaves_the_previous_checkpoint(tmp_path)
     environment = {
         **os.environ,
         "PYTHONPATH": f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        "CUDA_VISIBLE_DEVICES": "",  # it forks, which CUDA does not survive
     }
     command = [sys.executable, "-c", KILLED, str(tmp_path), *KINDS]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)

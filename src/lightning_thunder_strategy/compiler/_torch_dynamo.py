@@ -153,6 +153,15 @@ def breaks_at_new_data(gm: Optional[fx.GraphModule]) -> Optional[str]:
     return "tensor.data = ..." if frame is None else f"{frame.filename}:{frame.lineno}: {frame.line}"
 
 
+def reads_gradients() -> bool:
+    """Whether the program that Dynamo hands to a backend now looks at the ``grad`` of a tensor."""
+    context = torch._guards.TracingContext.try_get()
+    if context is None:
+        return True
+    names = (guard.name for guard in context.guards_context.dynamo_guards)
+    return any((name() if callable(name) else name).endswith(".grad") for name in names)
+
+
 def placeholder_source(node: fx.Node) -> Optional[str]:
     """Where the program found this input, as a Python expression (``L['x']``), or ``None`` if it is not known."""
     source = getattr(node, "_dynamo_source", None)

@@ -80,6 +80,7 @@ class Pipeline:
         self.config = config
         self.modules = dict(modules)
         self.prepare: Optional[Callable[[fx.GraphModule], None]] = None  # edits each graph before anything else
+        self.before: Optional[Callable[[], None]] = None  # called before a program that looks at no gradient runs
         self.auto_reason: Optional[str] = None  # why these executors, if the user left the choice to us
         self.fuel = fuel_of(config.fuel)
         self._agree = agree
@@ -94,11 +95,22 @@ class Pipeline:
 
     def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
         try:
-            return self._run(gm, example_inputs)
+            return self._after_before(self._run(gm, example_inputs))
         except _torch_dynamo.control_flow_errors():
             raise
         except Exception as error:
             raise Refusal(error) from error
+
+    def _after_before(self, compiled: Callable) -> Callable:
+        before = self.before
+        if before is None or _torch_dynamo.reads_gradients():
+            return compiled
+
+        def run(*inputs: Any) -> Any:
+            before()
+            return compiled(*inputs)
+
+        return run
 
     def _run(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
         entered = perf_counter()

@@ -72,11 +72,14 @@ def list_executors() -> list[ExecutorInfo]:
 
 def auto() -> tuple[list[str], str]:
     """Which executors ``"auto"`` stands for on this machine, and why."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "a CPU"
+    gpu = f" with {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
     problem = InductorExecutor().unavailable()
     if problem is not None:
         return ["eager"], f"inductor cannot run here: {problem}"
-    return ["inductor", "eager"], f"inductor has the compiler it needs for {device}; others run when they are named"
+    return [
+        "inductor",
+        "eager",
+    ], f"inductor has the compiler it needs on this machine{gpu}; others run when they are named"
 
 
 def resolve(executors: Union[str, Sequence[Union[str, Executor]]]) -> tuple[Executor, ...]:

@@ -25,6 +25,7 @@ from lightning_thunder_strategy.steps.opaque import OpaqueMachinery
 from lightning_thunder_strategy.steps.precompile import compile_early
 from lightning_thunder_strategy.steps.recorder import StepRecorder
 from lightning_thunder_strategy.steps.step import CompiledStep, StepPipelines
+from lightning_thunder_strategy.strategies.early_release import EarlyRelease
 from lightning_thunder_strategy.strategies.engine import Engine
 from lightning_thunder_strategy.strategies.trainer_states import SavedStates
 
@@ -44,6 +45,7 @@ class CompiledStepsStrategy(SavedStates):
         self._connected: Optional[pl.LightningModule] = None  # what steps and records belong to
         self._stage = ""  # "training", "validation", "test" or "predict"
         self._example_batch: Any = None
+        self._early_release = EarlyRelease()
 
     @property
     def compile_config(self) -> CompileConfig:
@@ -176,7 +178,8 @@ class CompiledStepsStrategy(SavedStates):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.train_step_context():
+        assert self.lightning_module is not None
+        with self._early_release.within(self.lightning_module), self.precision_plugin.train_step_context():
             return self._call_step("training_step", args, kwargs)
 
     @override
@@ -222,6 +225,7 @@ class CompiledStepsStrategy(SavedStates):
                 self._engine.pipeline({"": module}, True), self._engine.pipeline({"": module}, fullgraph)
             )
             pipelines.whole.prepare = copy_changed_notes
+            pipelines.whole.before = self._early_release if name == "training_step" else None
             step = CompiledStep(module, name, pipelines, *self._shared, self._engine.agreement)
             if name in self._records:
                 step.continue_record(self._records[name])
