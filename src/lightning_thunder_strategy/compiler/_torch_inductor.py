@@ -108,3 +108,33 @@ def cpp_compiler_problem() -> Optional[str]:
     except InvalidCxxCompiler as error:
         return f"TorchInductor finds no C++ compiler: {str(error).splitlines()[0].rstrip('.')}."
     return None
+
+
+def runs_alone(target: Any) -> bool:
+    """Whether Inductor calls a kernel of its own for an ATen operator, instead of generating code that it can fuse."""
+    from torch._inductor import lowering  # a table of the operators for which it generates code
+
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+        return True
+    packet = target._overloadpacket
+    known = target in lowering.lowerings or packet in lowering.lowerings
+    return not known or target in lowering.fallbacks or packet in lowering.fallbacks or _name(target) in _TEMPLATES
+
+
+def is_reduction(target: Any) -> bool:
+    """Whether an operator's results have other elements than its inputs: Inductor never computes one twice."""
+    return isinstance(target, torch._ops.OpOverload) and _name(target) in _REDUCTIONS
+
+
+def _name(target: torch._ops.OpOverload) -> str:
+    return target._schema.name.split("::")[1]
+
+
+_TEMPLATES = {
+    "mm", "bmm", "addmm", "baddbmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm", "convolution",
+    "convolution_backward", "index_put", "index_put_", "_unsafe_index_put", "scatter_add", "scatter_reduce", "scatter",
+}  # fmt: skip
+_REDUCTIONS = {
+    "sum", "mean", "amax", "amin", "max", "min", "prod", "any", "all", "argmax", "argmin", "var", "var_mean", "std",
+    "cumsum", "cumprod", "logcumsumexp", "sort", "topk", "_softmax", "_log_softmax", "xor_sum",
+}  # fmt: skip

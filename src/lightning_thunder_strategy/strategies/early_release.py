@@ -21,6 +21,11 @@ class EarlyRelease:
     def __init__(self) -> None:
         self._optimizer: Optional[Optimizer] = None
 
+    @property
+    def applies(self) -> bool:
+        """Whether gradients go before the program that is about to run, if it looks at none."""
+        return self._optimizer is not None
+
     @contextmanager
     def within(self, module: LightningModule) -> Iterator[None]:
         """Opened around a training step that the Trainer's loop calls."""

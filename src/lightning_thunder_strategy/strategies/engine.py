@@ -150,8 +150,7 @@ class Engine:
         for transform in self.options.transforms:
             transform.module(module)
         plans = self._plans(module)
-        place = self.scheme.place if self.sharded and self.scheme is not None else None
-        replaced = materialize(module, device, place)
+        replaced = self._materialize(module, device)
         if self.scheme is not None and sharding.is_spread_otherwise(module, self.scheme):  # by an earlier fit
             replaced.update(sharding.restore_parameters(module))
             plans = self._plans(module)  # which marks the parameters that there are now
@@ -162,6 +161,11 @@ class Engine:
             share_random_state(self.scheme.mesh)
             self._forget_checks()
         return replaced
+
+    def _materialize(self, module: nn.Module, device: torch.device) -> dict[nn.Parameter, nn.Parameter]:
+        """Give parameters on the meta device their values. Returns old parameter to new."""
+        place = self.scheme.place if self.sharded and self.scheme is not None else None
+        return materialize(module, device, place)
 
     def _forget_checks(self) -> None:
         self._checked: set[str] = set()  # steps whose inputs the ranks have compared since the last setup
