@@ -4,14 +4,18 @@ python benchmarks/train_step.py --model Llama-3.2-1B --batch 4 --output benchmar
 python benchmarks/train_step.py --tiny --device cpu      # small sizes, to see that it runs
 
 Each variant runs in a process of its own with an empty compile cache; ``--warm`` runs ours once more with the cache it
-left. Model, optimizer and data are equal: bf16 parameters, fused AdamW, random tokens that are on the device already.
-The baselines are bare loops, ours is ``Trainer.fit`` of a LightningModule that logs its loss. A step is the time from
-one step's start to the next one's, on the device's clock; the table has the median of the steps after --warmup steps.
+left. ``--sets`` adds our strategy with other executors, as ``liger,inductor``, ``sdpa:cudnn,inductor`` (an attention
+backend of torch) or ``inductor+cudagraphs``. Model, optimizer and data are equal: bf16 parameters, fused AdamW, random
+tokens that are on the device already. The baselines are bare loops, ours is ``Trainer.fit`` of a LightningModule that
+logs its loss. A step is the time from one step's start to the next one's, on the device's clock; the table has the
+median of the steps after --warmup steps. MFU is against what a bf16 matrix product of 8192 x 8192 x 8192 reaches in the
+same run, energy is the GPU's own counter.
 """
 
 import argparse
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -47,6 +51,7 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
         self._marks: list[Any] = []
+        self._joules: list[float] = []
         self.begun = time.perf_counter()
         self.first_step_seconds = 0.0
 
@@ -55,6 +60,7 @@ class Clock:
             if self._cuda:
                 torch.cuda.synchronize()
             self.first_step_seconds = time.perf_counter() - self.begun
+        self._joules.append(joules() if self._cuda else 0.0)
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -64,11 +70,26 @@ class Clock:
         if len(self._marks) == 1:
             self.begun = time.perf_counter()
 
+    def energy(self, warmup: int) -> float:
+        """Joules of a step, on average after the first ones."""
+        if self._cuda:
+            torch.cuda.synchronize()
+            self._joules[-1] = joules()
+        return (self._joules[-1] - self._joules[warmup]) / (len(self._joules) - 1 - warmup)
+
     def seconds(self) -> list[float]:
         if self._cuda:
             torch.cuda.synchronize()
             return [a.elapsed_time(b) / 1000 for a, b in zip(self._marks, self._marks[1:])]
         return [b - a for a, b in zip(self._marks, self._marks[1:])]
+
+
+def joules() -> float:
+    """What the GPU has used since its driver was loaded."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetTotalEnergyConsumption(pynvml.nvmlDeviceGetHandleByIndex(0)) / 1000
 
 
 class Marks(Callback):
@@ -129,6 +150,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     if device.type == "cuda":
         result |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "device": torch.cuda.get_device_name()}
+        result["joules_per_token"] = clock.energy(args.warmup) / tokens
     return result
 
 
@@ -155,9 +177,17 @@ def with_trainer(name: str, model: GPT, batches: list[Tensor], clock: Clock, arg
     strategy: Any = "auto"
     options: dict[str, Any] = {"precision": "bf16-true"}
     if name.startswith("ours"):
-        strategy = lts.ThunderStrategy(executors=["inductor"])
-        recipe = name.removeprefix("ours").partition(",")[0].strip()
-        if recipe:
+        recipe = name.removeprefix("ours").removesuffix(", Trainer").strip()
+        executors = recipe[1:-1] if recipe.startswith("[") else "inductor"
+        names, _, graphs = executors.partition("+")
+        strategy = lts.ThunderStrategy(
+            executors=[
+                lts.executors.SdpaExecutor(item.partition(":")[2]) if item.startswith("sdpa:") else item
+                for item in names.split(",")
+            ],
+            compile=lts.CompileConfig(cudagraphs=graphs == "cudagraphs"),
+        )
+        if recipe and not recipe.startswith("["):
             options = {"plugins": lts.ThunderPrecision(recipe, base="bf16-true")}
     trainer = L.Trainer(
         strategy=strategy,
@@ -189,25 +219,58 @@ def in_a_process(name: str, cache: Path, argv: list[str]) -> dict[str, Any]:
     lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
     if ran.returncode or not lines:
         reason = (ran.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"variant": name, "error": reason}
+        return {"variant": name, "error": reason, "stderr": ran.stderr[-4000:]}
     return json.loads(lines[-1])
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def matmul_tflops(device: str) -> float:
+    """What a large bf16 matrix product of random numbers reaches: the median of 20."""
+    size = 8192
+    a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    clock = Clock(torch.device(device))
+    for _ in range(25):
+        clock.mark()
+        a @ b
+    clock.mark()
+    return 2 * size**3 / statistics.median(clock.seconds()[5:]) / 1e12
+
+
+def plot(results: list[dict[str, Any]], title: str, path: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    shown = [result for result in results if "error" not in result][::-1]
+    figure, axes = plt.subplots(1, 3, figsize=(13, 1 + 0.4 * len(shown)), sharey=True, layout="constrained")
+    columns = {"tokens/s": "tokens_per_second", "peak GiB": "peak_gib", "first step, s": "first_step_seconds"}
+    for axis, (label, key) in zip(axes, columns.items()):
+        values = [result.get(key, 0.0) for result in shown]
+        bars = axis.barh([result["variant"] for result in shown], values)
+        axis.bar_label(bars, [f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in values], padding=2)
+        axis.set_xlabel(label)
+        axis.margins(x=0.15)
+    figure.suptitle(title)
+    figure.savefig(path, dpi=120)
+
+
+def table(results: list[dict[str, Any]], ceiling: float) -> str:
     base = next((r for r in results if r["variant"] == BASELINE and "error" not in r), None)
     lines = [
-        "| variant | tokens/s | vs torch.compile | TFLOP/s | peak GiB | first step s |",
-        "|---|---|---|---|---|---|",
+        "| variant | tokens/s | slowest, fastest | vs torch.compile | TFLOP/s | MFU | peak GiB | first step s | "
+        "mJ a token |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for result in results:
         if "error" in result:
-            lines.append(f"| {result['variant']} | failed: {result['error']} | | | | |")
+            lines.append(f"| {result['variant']} | failed: {result['error']} | | | | | | | |")
             continue
         ratio = f"{result['tokens_per_second'] / base['tokens_per_second']:.3f}" if base else "not run"
         peak = f"{result['peak_gib']:.1f}" if "peak_gib" in result else "-"
+        energy = f"{1000 * result['joules_per_token']:.2f}" if "joules_per_token" in result else "-"
+        tokens = result["tokens_per_second"] * result["step_seconds"]
+        mfu = f"{result['tflops'] / ceiling:.2f}" if ceiling else "-"
         lines.append(
-            f"| {result['variant']} | {result['tokens_per_second']:,.0f} | {ratio} | {result['tflops']:.0f} | {peak} | "
-            f"{result['first_step_seconds']:.1f} |"
+            f"| {result['variant']} | {result['tokens_per_second']:,.0f} | {tokens / result['slowest']:,.0f}, "
+            f"{tokens / result['fastest']:,.0f} | {ratio} | {result['tflops']:.0f} | {mfu} | {peak} | "
+            f"{result['first_step_seconds']:.1f} | {energy} |"
         )
     return "\n".join(lines)
 
@@ -221,7 +284,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS, metavar="VARIANT")
+    parser.add_argument("--sets", nargs="+", default=[], help="executors of more variants of ours")
+    parser.add_argument("--plot", action="store_true", help="writes OUTPUT.png")
     parser.add_argument("--warm", action="store_true", help="run our bf16 variant again with its compile cache")
     parser.add_argument("--output", type=Path, help="writes OUTPUT.json and OUTPUT.md")
     parser.add_argument("--run", help=argparse.SUPPRESS)
@@ -231,7 +296,7 @@ def main() -> None:
         return
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        for index, name in enumerate(args.only):
+        for index, name in enumerate([*args.only, *(f"ours [{names}], Trainer" for names in args.sets)]):
             cache = Path(folder) / str(index)
             results.append(in_a_process(name, cache, sys.argv[1:]))
             print(json.dumps(results[-1]), flush=True)
@@ -239,15 +304,20 @@ def main() -> None:
                 results.append(in_a_process(name, cache, sys.argv[1:]))
                 results[-1]["variant"] += ", warm cache"
                 print(json.dumps(results[-1]), flush=True)
-    command = f"python benchmarks/train_step.py {' '.join(sys.argv[1:])}"
-    text = f"{table(results)}\n\n`{command}`\n"
+    command = f"python benchmarks/train_step.py {shlex.join(sys.argv[1:])}"
+    ceiling = matmul_tflops(args.device) if args.device == "cuda" else 0.0
+    said = f"A bf16 matrix product reaches {ceiling:.0f} TFLOP/s in this run.\n\n" if ceiling else ""
+    text = f"{table(results, ceiling)}\n\n{said}`{command}`\n"
     print(text)
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.with_suffix(".json").write_text(
-            json.dumps({"command": command, "results": results}, indent=2) + "\n"
+            json.dumps({"command": command, "matmul_tflops": ceiling, "results": results}, indent=2) + "\n"
         )
         args.output.with_suffix(".md").write_text(text)
+        if args.plot:
+            shape = "a tiny model" if args.tiny else args.model
+            plot(results, f"{shape}, batch {args.batch} x {args.length}", args.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":
