@@ -14,7 +14,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Optional
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.distributed import forking
+from tests.distributed.forking import ROOT
 
 
 class RanksFailed(AssertionError):
@@ -55,11 +56,8 @@ def run_ranks(
                 "RANKS_PATIENCE": str(patience),
                 "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **(env or {}),
             }  # fmt: skip
-            log = open(Path(folder) / f"log{rank}", "wb")  # noqa: SIM115 - open as long as the process
-            command = [sys.executable, "-m", "tests.distributed.ranks", folder, *scenarios]
-            processes.append(
-                subprocess.Popen(command, env=variables, stdout=log, stderr=log, cwd=folder, start_new_session=True)
-            )
+            log = Path(folder) / f"log{rank}"
+            processes.append(forking.started(rank, [folder, *scenarios], variables, log, Path(folder)))
         ended = _wait(processes, timeout)
         logs = [(Path(folder) / f"log{rank}").read_text(errors="replace")[-6000:] for rank in range(world_size)]
         if not ended and check:
@@ -86,7 +84,7 @@ def _joined(logs: list[str]) -> str:
     return "\n".join(f"--- rank {rank}\n{log}" for rank, log in enumerate(logs))
 
 
-def _wait(processes: list[subprocess.Popen], timeout: float) -> bool:
+def _wait(processes: list[Any], timeout: float) -> bool:
     """Wait for all; after the timeout end each by its process group. Nothing is left behind."""
     deadline = time.monotonic() + timeout
     try:
@@ -100,7 +98,7 @@ def _wait(processes: list[subprocess.Popen], timeout: float) -> bool:
             end(process)
 
 
-def end(process: subprocess.Popen) -> None:
+def end(process: subprocess.Popen | forking.Rank) -> None:
     """End a process that leads a process group, and what it has started."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
