@@ -6,7 +6,6 @@ ranks that still run then.
 """
 
 import atexit
-import gc
 import importlib
 import json
 import os
@@ -17,6 +16,8 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Optional
+
+from tests.faster import compile_faster
 
 ROOT = Path(__file__).parent.parent.parent
 READ_AT_IMPORT = ("PYTHON", "TORCH", "OMP_", "MKL_", "OPENBLAS_", "LD_", "CUDA_", "HF_", "LIGHTNING_", "THUNDER_")
@@ -176,8 +177,7 @@ def main(run: Callable[[str, Sequence[str]], None]) -> None:
     torch.set_num_threads(1)
     for module in PRELOADED:
         importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # what is shared stays shared, and no collection looks at it again
+    compile_faster()
     assert _threads() == 1, f"importing {PRELOADED} started threads, which forked ranks would miss"
     arguments = _serve()
     if arguments is not None:
