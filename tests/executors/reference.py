@@ -71,7 +71,9 @@ def claims(compiled: Any, executor: str) -> list[tuple[bool, str]]:
     return [(claim["accepted"], claim["reason"]) for claim in step["claims"] if claim["executor"] == executor]
 
 
-def laid_out(shape: Sequence[int], dtype: torch.dtype, layout: str, requires_grad: bool = True) -> torch.Tensor:
+def laid_out(
+    shape: Sequence[int], dtype: torch.dtype, layout: str, requires_grad: bool = True, device: str = "cpu"
+) -> torch.Tensor:
     """A random leaf of this shape: dense, or a view with other strides."""
     shape = tuple(shape)
     if layout == "transposed":
@@ -95,4 +97,7 @@ def laid_out(shape: Sequence[int], dtype: torch.dtype, layout: str, requires_gra
             result.copy_(value)
         else:
             result[:1].copy_(value[:1])
+    if device != "cpu":  # ``to`` would make it dense
+        moved = torch.empty_strided(shape, result.stride(), dtype=dtype, device=device)
+        result = (moved[:1].copy_(result[:1]) if layout == "expanded" else moved.copy_(result)).expand(shape)
     return result.detach().requires_grad_(requires_grad)

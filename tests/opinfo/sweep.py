@@ -57,15 +57,17 @@ def operators(names: Optional[Sequence[str]] = None) -> list[Any]:
     return [op for op in common_methods_invocations.op_db if names is None or op.full_name in names or op.name in names]
 
 
-def check(op: Any, dtype: torch.dtype, executors: Sequence[Any] = ("eager",), samples: int = SAMPLES) -> Outcome:
+def check(
+    op: Any, dtype: torch.dtype, executors: Sequence[Any] = ("eager",), samples: int = SAMPLES, device: str = "cpu"
+) -> Outcome:
     """Compare one operator with eager PyTorch on its first samples."""
     label = str(dtype).removeprefix("torch.")
-    if dtype not in op.supported_dtypes("cpu"):
+    if dtype not in op.supported_dtypes(device):
         return Outcome(op.full_name, label, "skipped", False, "eager does not support the element type")
-    backward = bool(op.supports_autograd and dtype in op.supported_backward_dtypes("cpu"))
+    backward = bool(op.supports_autograd and dtype in op.supported_backward_dtypes(device))
     try:
         torch.manual_seed(0)
-        first = list(op.sample_inputs("cpu", dtype, requires_grad=backward))[:samples]
+        first = list(op.sample_inputs(device, dtype, requires_grad=backward))[:samples]
     except Exception as error:
         return Outcome(op.full_name, label, "skipped", backward, f"no samples: {_line(error)}")
     if not first:
@@ -154,6 +156,7 @@ def main() -> None:
     parser.add_argument("--ops", nargs="*", default=None, help="only these operators")
     parser.add_argument("--executors", nargs="+", default=["eager"])
     parser.add_argument("--samples", type=int, default=SAMPLES, help="how many of an operator's samples")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--output", type=Path, default=None)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -162,7 +165,7 @@ def main() -> None:
     outcomes = []
     for dtype in args.dtypes:
         for op in operators(args.ops):
-            outcomes.append(check(op, getattr(torch, dtype), args.executors, args.samples))
+            outcomes.append(check(op, getattr(torch, dtype), args.executors, args.samples, args.device))
             if outcomes[-1].result == "wrong":
                 print(outcomes[-1], flush=True)
     for dtype in args.dtypes:

@@ -107,6 +107,7 @@ class _Dispatch:
         spare = copy_program(gm) if self._fusers else gm
         keep_parts_together(spare.graph)
         program = self._plan(spare.graph)
+        self._leave_small(program)
         failure: Optional[BaseException] = None
         if whole is not None and {self._name(part.executor) for part in program} <= {whole.executor}:
             region = _Region(self._names().index(whole.executor), program)
@@ -169,6 +170,22 @@ class _Dispatch:
             current = part.executor
         return [region for region in result if region.executor < len(self._fusers)]
 
+    def _leave_small(self, program: Sequence[_Part]) -> None:
+        """Regions that are not worth it for their executor go to the next one, whose regions may grow by that."""
+        left = True
+        while left:
+            left = False
+            for region in self._regions(program):
+                executor = self._fusers[region.executor]
+                reason = executor.worthwhile(region.nodes)
+                if reason is None:
+                    continue
+                left = True
+                for part in region.parts:
+                    self._program.claims.append(Claim(operation_name(part.operation), executor.name, False, reason))
+                    part.executor += 1
+                    self._choose(part)
+
     # ----------------------------------------------------------------------------------------------------- regions
 
     def _run_regions(self, gm: fx.GraphModule, program: list[_Part], whole: Optional[BaseException]) -> Callable:
@@ -181,7 +198,7 @@ class _Dispatch:
             self._halve(_Region(0, program), whole)
             self._blame_attention(gm, program)
         while self._compile_regions(gm, self._regions(program)):
-            pass
+            self._leave_small(program)
         regions = self._regions(program)
         inside = {part for region in regions for part in region.parts}
         _allow_other_strides(part.operation for part in program if part not in inside)

@@ -2,6 +2,7 @@
 
 from lightning_thunder_strategy.executors.base import Claim, Executor, FusionExecutor, OperatorExecutor, Replacement
 from lightning_thunder_strategy.executors.chunked_loss import ChunkedLossExecutor
+from lightning_thunder_strategy.executors.nvfuser import NvfuserExecutor
 from lightning_thunder_strategy.executors.registration import register
 from lightning_thunder_strategy.executors.registry import ExecutorInfo
 from lightning_thunder_strategy.executors.registry import list_executors as list
@@ -14,6 +15,7 @@ __all__ = [
     "Executor",
     "ExecutorInfo",
     "FusionExecutor",
+    "NvfuserExecutor",
     "OperatorExecutor",
     "Replacement",
     "SdpaExecutor",

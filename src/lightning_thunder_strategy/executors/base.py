@@ -105,6 +105,10 @@ class FusionExecutor(Executor):
         """``None`` if ``node`` may be part of a region, else the reason why not."""
         raise NotImplementedError
 
+    def worthwhile(self, nodes: Sequence[fx.Node]) -> Optional[str]:
+        """``None`` if a region of these operations is worth compiling, else why the next executor should have them."""
+        return None
+
     def fuse(self, region: fx.GraphModule, inputs: Sequence[Any]) -> Callable[[list], Sequence[Any]]:
         """Compile ``region``.
 

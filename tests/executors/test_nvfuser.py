@@ -1,0 +1,168 @@
+"""nvFuser: what it takes, the arithmetic it is given (computed by a stand-in), and on a GPU what it computes."""
+
+import copy
+from typing import ClassVar
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import lightning_thunder_strategy as lts
+from lightning_thunder_strategy.executors import NvfuserExecutor
+from tests.executors import nvfuser_standin
+from tests.executors.reference import check, compiled_with, laid_out
+from tests.opinfo import sweep
+
+
+class OnCpu(NvfuserExecutor):
+    """Gives fusions to the stand-in."""
+
+    device_type: ClassVar[str] = "cpu"
+
+    def unavailable(self):
+        return None
+
+    def version(self):
+        return "0"
+
+    def package(self):
+        return nvfuser_standin
+
+
+def fusions(function):
+    """What ``function`` returns, and the fusions that were made meanwhile."""
+    nvfuser_standin.FusionDefinition.made.clear()
+    result = function()
+    return result, list(nvfuser_standin.FusionDefinition.made)
+
+
+# ---------------------------------------------------------------------------------------------- operations and layouts
+
+FUNCTIONS = {
+    "pointwise": lambda x: (x * 2 + 1).sin() / (x.abs() + 1) - x,
+    "activations": lambda x: F.silu(x) + F.gelu(x) * F.gelu(x, approximate="tanh") + torch.sigmoid(x) * x.tanh(),
+    "powers": lambda x: x**2 + x.abs().sqrt() + (x.abs() + 1).rsqrt() + (x.abs() + 1) ** 1.5 + x.abs().log1p(),
+    "clamped": lambda x: x.clamp(-0.5, 0.5) * x.relu() + F.leaky_relu(x, 0.1) + torch.where(x > 0, x, x * x),
+    "compared": lambda x: (x > 0).to(x.dtype) * x + (x <= 0.1).to(x.dtype) * x.exp(),
+    "sums": lambda x: x.sum(0, keepdim=True) * x + x.mean(-1, keepdim=True) - x.square().sum(),
+    "softmax": lambda x: x.softmax(-1) * x + (x * 2).log_softmax(0),
+    "amax": lambda x: (x - x.amax(-1, keepdim=True)) * x.amin(0),
+    "layer norm": lambda x: F.layer_norm(x * 2, x.shape[-1:]) + x,
+    "rms norm": lambda x: F.rms_norm(x * 2, x.shape[-1:], eps=1e-5) + x,
+    "variance": lambda x: x.var(-1, keepdim=True) * x + (x * 3).std(0),
+    "views": lambda x: (x.transpose(0, 1) * 2).unsqueeze(0).expand(2, -1, -1).sum(0).permute(1, 0) + x,
+    "slices": lambda x: torch.cat([-x[:, 1:] * 2, x[:, :1] + 1], dim=1) * x,
+    "types": lambda x: (x.double().mul(2).float() + 1).to(x.dtype) * x,
+    "reshapes": lambda x: (x.reshape(-1) * 2).view(x.shape).exp().flatten() + 1,
+}
+
+
+OPERATORS = (
+    *("add", "sub", "mul", "div", "pow", "exp", "log", "sin", "cos", "tanh", "sigmoid", "rsqrt", "sqrt", "abs", "neg"),
+    *("erf", "floor", "round", "sign", "where", "clamp", "maximum", "minimum", "sum", "mean", "amax", "amin", "var"),
+    *("var_mean", "softmax", "log_softmax", "nn.functional.silu", "nn.functional.gelu", "nn.functional.layer_norm"),
+    *("nn.functional.rms_norm", "nn.functional.softplus", "permute", "cat", "narrow", "expand", "squeeze", "unsqueeze"),
+)
+
+
+class Block(nn.Module):
+    """LitGPT's RMSNorm and SwiGLU, written out as there."""
+
+    def __init__(self, width=64, hidden=128):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.fc_1, self.fc_2 = nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)
+        self.proj = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x):
+        dtype = x.dtype
+        wide = x.float()
+        normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(dtype) * self.weight
+        return x + self.proj(F.silu(self.fc_1(normed)) * self.fc_2(normed))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_gradients_are_those_of_eager_in_float64(name):
+    def run():
+        for dtype, layout in ((torch.float64, "sliced"), (torch.bfloat16, "transposed")):
+            check(FUNCTIONS[name], [laid_out((4, 6), dtype, layout)], OnCpu())
+
+    _, made = fusions(run)
+    assert len(made) >= 4 and all(fusion.runs >= 1 for fusion in made)
+
+
+# ------------------------------------------------------------------------------------------------------------------ GPU
+
+_REASON = NvfuserExecutor().unavailable()
+gpu = pytest.mark.skipif(_REASON is not None, reason=f"nvFuser cannot run: {_REASON}")
+
+
+@gpu
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_on_a_gpu_values_and_gradients_are_those_of_eager_in_float64(name):
+    for dtype, layout in ((torch.float32, "sliced"), (torch.bfloat16, "transposed")):
+        check(FUNCTIONS[name], [laid_out((16, 32), dtype, layout, device="cuda")], "nvfuser")
+
+
+@gpu
+@pytest.mark.parametrize("layout", ["dense", "expanded", "sliced"])
+@pytest.mark.parametrize("shape", [(1, 8), (8, 1), (5, 7)])
+def test_on_a_gpu_sizes_of_1_and_strides(shape, layout):
+    check(FUNCTIONS["sums"], [laid_out(shape, torch.float32, layout, device="cuda")], "nvfuser")
+
+
+@gpu
+def test_on_a_gpu_symbolic_sizes_are_compiled_once():
+    compiled = None
+    for size in (6, 10, 33):
+        value = laid_out((size, 16), torch.float32, "dense", device="cuda")
+        compiled = check(FUNCTIONS["layer norm"], [value], "nvfuser", compiled=compiled, dynamic=True)
+    assert len(lts.traces(compiled)) == 1
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_a_norm_and_a_gated_mlp(dtype):
+    torch.manual_seed(0)
+    net = Block().to("cuda", dtype)
+    wide = copy.deepcopy(net).double()
+    x = torch.randn(2, 8, 64, dtype=torch.float64, device="cuda")
+    results = []
+    for module, value in ((compiled_with(net, "nvfuser"), x.to(dtype)), (wide, x.to(dtype).double())):
+        result = module(value)
+        result.square().mean().backward()
+        results.append(result)
+    rtol, atol = (1e-4, 1e-4) if dtype == torch.float32 else (5e-2, 5e-2)
+    torch.testing.assert_close(results[0].double(), results[1], rtol=rtol, atol=atol)
+    for mine, theirs in zip(net.parameters(), wide.parameters()):
+        scale = float(theirs.grad.abs().max())
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=rtol, atol=atol * scale)
+
+
+@gpu
+def test_on_a_gpu_a_mixed_set_names_the_executor_of_each_line():
+    torch.manual_seed(0)
+    blocks = Block().cuda()
+
+    def function(x):
+        y = blocks(x).unflatten(-1, (4, 16)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(y, y, y, is_causal=True)
+        return blocks(x + y.transpose(1, 2).flatten(2)).cumsum(1)
+
+    compiled = compiled_with(function, "sdpa", "nvfuser", "inductor")
+    x = torch.randn(2, 16, 64, device="cuda", requires_grad=True)
+    result = compiled(x)
+    torch.testing.assert_close(result, function(x), rtol=1e-3, atol=1e-3)
+    result.sum().backward()
+    text = "\n".join(str(trace) for trace in lts.traces(compiled)[0][-2:])
+    assert {", nvfuser", ", inductor", "sdpa"} <= {name for name in (", nvfuser", ", inductor", "sdpa") if name in text}
+    assert not compiled.record.all_fallbacks()
+
+
+@gpu
+@pytest.mark.parametrize("name", OPERATORS)
+def test_on_a_gpu_torchs_own_samples(name):
+    for op in sweep.operators([name]):
+        outcome = sweep.check(op, torch.bfloat16, [NvfuserExecutor(fewest_operations=1)], device="cuda")
+        assert outcome.result in ("equal", "skipped"), outcome
