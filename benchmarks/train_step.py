@@ -48,7 +48,8 @@ TINY = {
 class Clock:
     """When steps began."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, watched: tuple[int, ...] = ()) -> None:
+        self.watched = watched  # marks between which energy is measured
         self._cuda = device.type == "cuda"
         self._marks: list[Any] = []
         self._joules: list[float] = []
@@ -60,8 +61,10 @@ class Clock:
             if self._cuda:
                 torch.cuda.synchronize()
             self.first_step_seconds = time.perf_counter() - self.begun
-        self._joules.append(joules() if self._cuda else 0.0)
         if self._cuda:
+            if len(self._marks) in self.watched:
+                torch.cuda.synchronize()
+                self._joules.append(joules())
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._marks.append(event)
@@ -70,12 +73,9 @@ class Clock:
         if len(self._marks) == 1:
             self.begun = time.perf_counter()
 
-    def energy(self, warmup: int) -> float:
-        """Joules of a step, on average after the first ones."""
-        if self._cuda:
-            torch.cuda.synchronize()
-            self._joules[-1] = joules()
-        return (self._joules[-1] - self._joules[warmup]) / (len(self._joules) - 1 - warmup)
+    def energy(self) -> float:
+        """Joules of a step, on average."""
+        return (self._joules[1] - self._joules[0]) / (self.watched[1] - self.watched[0])
 
     def seconds(self) -> list[float]:
         if self._cuda:
@@ -139,7 +139,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     model.max_seq_length = args.length
     vocabulary = model.config.padded_vocab_size
     batches = [torch.randint(0, vocabulary, (args.batch, args.length + 1), device=device) for _ in range(args.steps)]
-    clock = Clock(device)
+    clock = Clock(device, (args.warmup, args.steps - 1))
     (with_trainer if name.endswith("Trainer") else bare_loop)(name, model, batches, clock, args)
     seconds = sorted(clock.seconds()[args.warmup :])
     tokens, median = args.batch * args.length, statistics.median(seconds)
@@ -150,7 +150,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
     if device.type == "cuda":
         result |= {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "device": torch.cuda.get_device_name()}
-        result["joules_per_token"] = clock.energy(args.warmup) / tokens
+        result["joules_per_token"] = clock.energy() / tokens
     return result
 
 
@@ -294,7 +294,8 @@ def main() -> None:
     if args.run:
         print(json.dumps(measure(args.run, args)))
         return
-    results = []
+    results: list[dict[str, Any]] = []
+    ceiling = matmul_tflops(args.device) if args.device == "cuda" else 0.0
     with tempfile.TemporaryDirectory() as folder:
         for index, name in enumerate([*args.only, *(f"ours [{names}], Trainer" for names in args.sets)]):
             cache = Path(folder) / str(index)
@@ -304,20 +305,22 @@ def main() -> None:
                 results.append(in_a_process(name, cache, sys.argv[1:]))
                 results[-1]["variant"] += ", warm cache"
                 print(json.dumps(results[-1]), flush=True)
+            write(results, ceiling, args)  # what there is, if the time is up later
+    print(table(results, ceiling))
+
+
+def write(results: list[dict[str, Any]], ceiling: float, args: argparse.Namespace) -> None:
+    if not args.output:
+        return
     command = f"python benchmarks/train_step.py {shlex.join(sys.argv[1:])}"
-    ceiling = matmul_tflops(args.device) if args.device == "cuda" else 0.0
     said = f"A bf16 matrix product reaches {ceiling:.0f} TFLOP/s in this run.\n\n" if ceiling else ""
-    text = f"{table(results, ceiling)}\n\n{said}`{command}`\n"
-    print(text)
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.with_suffix(".json").write_text(
-            json.dumps({"command": command, "matmul_tflops": ceiling, "results": results}, indent=2) + "\n"
-        )
-        args.output.with_suffix(".md").write_text(text)
-        if args.plot:
-            shape = "a tiny model" if args.tiny else args.model
-            plot(results, f"{shape}, batch {args.batch} x {args.length}", args.output.with_suffix(".png"))
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    everything = {"command": command, "matmul_tflops": ceiling, "results": results}
+    args.output.with_suffix(".json").write_text(json.dumps(everything, indent=2) + "\n")
+    args.output.with_suffix(".md").write_text(f"{table(results, ceiling)}\n\n{said}`{command}`\n")
+    if args.plot:
+        shape = "a tiny model" if args.tiny else args.model
+        plot(results, f"{shape}, batch {args.batch} x {args.length}", args.output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class ChunkedLossExecutor(OperatorExecutor):
         ValueError: If that is not a positive number.
     """
 
-    chunk_rows: int = 1024
+    chunk_rows: int = 2048
     name: ClassVar[str] = "chunked_loss"
 
     def __post_init__(self) -> None:

@@ -160,10 +160,20 @@ def loss_and_gradients(
         if needs[0]:
             torch.mm(logits, weight, out=grad_x[start : start + chunk_rows])
         if needs[1]:
-            grad_weight += logits.t() @ part
+            _add_product(grad_weight, logits.t(), part)
         if needs[2]:
             grad_bias += logits.sum(0, dtype=wide)
     return [loss / count if mean else loss, grad_x, grad_weight.to(x.dtype), grad_bias.to(x.dtype)]
+
+
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """``total += a @ b``, on a GPU in one kernel: a product of its own would be as large as the weight."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif total.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 def define(name: str, rows: Rows) -> Callable[..., list[torch.Tensor]]:

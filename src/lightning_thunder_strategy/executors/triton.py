@@ -34,7 +34,7 @@ class TritonExecutor(OperatorExecutor):
         ValueError: If that is not a positive number.
     """
 
-    chunk_rows: int = 1024
+    chunk_rows: int = 2048
     name: ClassVar[str] = "triton"
 
     def __post_init__(self) -> None:
