@@ -48,6 +48,17 @@ def stale(folder: Path) -> list[Path]:
     return found
 
 
+def this_process() -> str:
+    """A name of this process that no other one has, on any machine."""
+    return f"{_machine()}-{_process(os.getpid())}"
+
+
+def has_ended(name: Optional[str]) -> bool:
+    """Whether the process that :func:`this_process` has named so has ended; ``False`` if it is on another machine."""
+    machine, _, process = (name or "").partition("-")
+    return machine == _machine() and _dead(process)
+
+
 def _machine() -> str:
     """The host and, where there is one, the namespace in which process numbers mean something."""
     space = ""

@@ -17,7 +17,7 @@ from lightning_thunder_strategy.compiler.config import Mode
 from lightning_thunder_strategy.compiler.pipeline import Pipeline
 from lightning_thunder_strategy.compiler.report import Record, Report, warn
 from lightning_thunder_strategy.compiler.transform import Transform
-from lightning_thunder_strategy.distributed import liveness, sharding
+from lightning_thunder_strategy.distributed import last_words, sharding
 from lightning_thunder_strategy.distributed.agreement import Agreement
 from lightning_thunder_strategy.distributed.buffers import broadcast_buffers
 from lightning_thunder_strategy.distributed.checkpoint import exchange_parameters, parameter_names
@@ -100,7 +100,7 @@ class Engine:
         """
         if self.parallelism == "none":
             return
-        liveness.connect()
+        last_words.introduce()
         if self.tensor.parallel:
             self.tensor = dataclasses.replace(self.tensor, size=self.tensor.on(on_node))
             mesh = tensor_mesh(device.type, self.tensor.on(on_node))

@@ -18,7 +18,7 @@ from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.report import Record, Report
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.distributed import checkpoint as states
-from lightning_thunder_strategy.distributed import sharding
+from lightning_thunder_strategy.distributed import last_words, sharding
 from lightning_thunder_strategy.precision.options import accept
 from lightning_thunder_strategy.steps.notes import copy_changed_notes
 from lightning_thunder_strategy.steps.opaque import OpaqueMachinery
@@ -136,6 +136,9 @@ class CompiledStepsStrategy(SavedStates):
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         self._engine.failed = True
+        reason = last_words.explain(exception)
+        if reason is not None:
+            exception.args = (f"{reason} Here communication failed: {exception}",)
         self._close_saves()
         if isinstance(exception, RuntimeError) and "double backward" in str(exception):
             exception.args = (f"{_DIFFERENTIATED_TWICE} ({exception})",)
