@@ -12,7 +12,7 @@ CONFORMANCE_NEEDS := cloudpickle scikit-learn tensorboardX omegaconf
 INDUCTOR_OPS := add exp softmax cumsum cat where var_mean linalg.vector_norm nn.functional.linear \
 	nn.functional.layer_norm nn.functional.cross_entropy nn.functional.embedding
 
-.PHONY: setup demo test tensor conformance opinfo triton fuzz soak lint clean
+.PHONY: setup demo test tensor faults conformance opinfo triton fuzz soak lint clean
 
 setup: $(VENV)/.ready
 
@@ -41,6 +41,10 @@ conformance: setup
 tensor: setup
 	$(BIN)/python -m tests.distributed.run 2 tensor
 	$(BIN)/python -m tests.distributed.run 4 tensor_2d
+
+# A rank that is killed, raises or cannot write; training that torchrun starts again
+faults: setup
+	$(BIN)/python -m pytest tests/distributed/test_faults.py tests/distributed/restarts.py
 
 # PyTorch's own operator samples through the compiler
 opinfo: setup

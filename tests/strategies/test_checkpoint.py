@@ -16,7 +16,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from torch import Tensor
 
 from lightning_thunder_strategy.distributed.checkpoint import is_sharded_checkpoint
-from lightning_thunder_strategy.strategies.storage import CheckpointWriteError
+from lightning_thunder_strategy.strategies.storage import CheckpointReadError, CheckpointWriteError
 from tests.strategies.modules import Classifier, Linear
 from tests.strategies.training import (
     Run,
@@ -320,3 +320,25 @@ def test_a_users_checkpoint_io_writes_and_reads_full_checkpoints(tmp_path) -> No
     run.trainer.save_checkpoint(tmp_path / "x.ckpt", storage_options={"a": 1})
     fit(Linear, thunder(), max_epochs=2, plugins=[Counting()], ckpt_path=tmp_path / "x.ckpt")
     assert Counting.calls == ["save {'a': 1}", "load"]
+
+
+@pytest.mark.parametrize("kind", ("full", "sharded"))
+def test_a_damaged_checkpoint_is_named(kind: str, tmp_path) -> None:
+    """Every file of it, empty, cut in the middle, one byte too short, or gone."""
+    path = tmp_path / "x.ckpt"
+    strategy = thunder(compile="off", state_dict_type=kind)
+    fit(Resumable, strategy).trainer.save_checkpoint(path)
+    files = sorted(path.iterdir()) if kind == "sharded" else [path]
+    assert [file.name for file in files] == (
+        [".metadata", "__0_0.distcp", "meta.pt"] if kind == "sharded" else ["x.ckpt"]
+    )
+    for file in files:
+        whole = file.read_bytes()
+        for size in (0, len(whole) // 2, len(whole) - 1, None):
+            file.unlink() if size is None else file.write_bytes(whole[:size])
+            gone = size is None and file.name != ".metadata" and file.suffix != ".distcp"
+            error = FileNotFoundError if gone else CheckpointReadError
+            with pytest.raises(error, match="Checkpoint file not found: .*x.ckpt" if gone else "x.ckpt is damaged"):
+                strategy.load_checkpoint(path)
+        file.write_bytes(whole)
+    assert strategy.load_checkpoint(path)["global_step"] > 0

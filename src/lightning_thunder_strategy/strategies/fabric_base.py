@@ -277,7 +277,7 @@ class CompiledModulesStrategy(Strategy):
             items = state if isinstance(state, dict) else {}
             likes = {key: item.state_dict() for key, item in items.items() if isinstance(item, nn.Module)}
             optimizers = [key for key, item in items.items() if isinstance(item, Optimizer)]
-            sharded, metadata = states.load_sharded(Path(path), likes, optimizers, weights_only)
+            sharded, metadata = storage.read_folder(Path(path), likes, optimizers, weights_only)
             return {**metadata, **sharded}
         if type(self.checkpoint_io) is TorchCheckpointIO:
             return storage.read_file(path, weights_only)

@@ -1,6 +1,6 @@
 """Writes and reads checkpoints for all ranks: a file from rank zero, or a folder with a shard from each."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Optional, Protocol
@@ -28,6 +28,10 @@ class Ranks(Protocol):
 
 class CheckpointWriteError(RuntimeError):
     """A checkpoint could not be written; the one that was there before is whole."""
+
+
+class CheckpointReadError(RuntimeError):
+    """A checkpoint is damaged: cut short, or a part of it is missing."""
 
 
 def is_local(path: Any) -> bool:
@@ -131,16 +135,50 @@ def _finish(temporary: Path, path: Path) -> None:
 
 
 def read_file(path: Any, weights_only: Optional[bool]) -> dict[str, Any]:
-    """A checkpoint file; tensors of local files stay on disk until they are used."""
-    if is_local(path):
-        if not Path(path).is_file():
-            raise FileNotFoundError(
-                f"Checkpoint file not found: {path}. Give the path of a file, or of a sharded folder."
-            )
+    """A checkpoint file; tensors of local files stay on disk until they are used.
+
+    Raises:
+        CheckpointReadError: If it is damaged.
+    """
+    trusted = weights_only is False  # Lightning's default trusts what comes from the network
+    if not is_local(path):
+        return load_anywhere(path, map_location="cpu", weights_only=not trusted)
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"Checkpoint file not found: {path}. Give the path of a file, or of a sharded folder.")
+    with _whole(path):
         try:
             return torch.load(path, mmap=True, map_location="cpu", weights_only=weights_only)
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-    trusted = weights_only is False  # Lightning's default trusts what comes from the network
-    return load_anywhere(path, map_location="cpu", weights_only=not trusted)
+        return load_anywhere(path, map_location="cpu", weights_only=not trusted)
+
+
+def read_folder(
+    path: Path, likes: Mapping[str, Mapping[str, Any]], optimizers: Iterable[str], weights_only: Optional[bool]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What :func:`~lightning_thunder_strategy.distributed.checkpoint.load_sharded` reads.
+
+    Raises:
+        CheckpointReadError: If it is damaged.
+    """
+    with _whole(path):
+        return states.load_sharded(path, likes, optimizers, weights_only)
+
+
+@contextmanager
+def _whole(path: Any) -> Iterator[None]:
+    """Name the checkpoint if reading it fails because it is damaged."""
+    try:
+        yield
+    except (Exception, CheckpointException) as failure:  # which is a BaseException
+        error: BaseException = failure
+        if isinstance(failure, CheckpointException):
+            error = next(iter(failure.failures.values()))[0]
+        short = any(sign in str(error) for sign in ("truncated", "PytorchStreamReader", "zip archive", "end of file"))
+        if not short and not isinstance(error, (EOFError, OSError)):
+            raise
+        raise CheckpointReadError(
+            f"The checkpoint {path} is damaged, as if it was cut short or a part was removed: {type(error).__name__}: "
+            f"{str(error).splitlines()[0] if str(error) else 'it ends too early'}. Resume from another one."
+        ) from failure

@@ -132,7 +132,7 @@ class SavedStates(Strategy):
         assert self.lightning_module is not None
         keys = [f"optimizer_{index}" for index in range(_MOST_OPTIMIZERS)]
         likes = {key: self.lightning_module.state_dict() for key in _MODEL_STATES}
-        state, checkpoint = states.load_sharded(path, likes, keys, weights_only)
+        state, checkpoint = storage.read_folder(path, likes, keys, weights_only)
         optimizers = [state.pop(key) for key in keys if key in state]
         return {**checkpoint, **state, "optimizer_states": optimizers}
 
