@@ -43,16 +43,20 @@ SUITES = {
     "tuner": [f"{TRAINER}/tuner"],
     "plugins": [f"{TRAINER}/plugins"],
     "profilers": files(f"{TRAINER}/profilers", "profiler"),
-    "utilities": files(
-        f"{TRAINER}/utilities", "all_gather_grad", "auto_restart", "combined_loader", "compile", "dtype_device_mixin"
-    ),
-    "strategies": files(
-        f"{TRAINER}/strategies", "common", "custom_strategy", "ddp", "ddp_integration", "single_device"
-    ),
+    "utilities": [
+        *files(f"{TRAINER}/utilities", "all_gather_grad", "auto_restart", "combined_loader", "compile", "data"),
+        *files(f"{TRAINER}/utilities", "dtype_device_mixin", "model_summary", "parsing"),
+        *files(f"{TRAINER}/utilities/migration", "migration"),
+    ],
+    "strategies": [
+        *files(f"{TRAINER}/strategies", "common", "custom_strategy", "ddp", "ddp_integration", "fsdp", "single_device"),
+        *files(f"{TRAINER}/strategies/launchers", "multiprocessing"),
+    ],
+    "loggers": files(f"{TRAINER}/loggers", "all", "csv", "litlogger", "logger", "mlflow", "tensorboard", "wandb"),
     "others": [
-        *files(f"{TRAINER}/loggers", "all", "csv"),
-        *files(f"{TRAINER}/accelerators", "common", "cpu"),
+        *files(f"{TRAINER}/accelerators", "common", "cpu", "gpu", "mps", "xla"),
         *files(f"{TRAINER}/overrides", "distributed"),
+        *files(TRAINER, "cli"),
     ],
     "fabric": [
         *files(FABRIC, "connector", "fabric", "wrappers"),
@@ -89,7 +93,7 @@ class Runs:
             environment[plugin.SELECTED] = str(selected)
         # Without a level pytest collects all that torch writes down for its own tracing, which takes most of the time.
         options = ["-q", "--color=no", "--log-level=WARNING", f"--timeout={self.timeout}"]
-        options += ["-p", "no:cacheprovider", "-p", "no:rerunfailures"]
+        options += ["-p", "no:cacheprovider", "-p", "no:rerunfailures", "--continue-on-collection-errors"]
         command = [sys.executable, "-m", "pytest", "-p", plugin.__name__, *options, *paths]
         with (self.output / f"{kind}.log").open("w") as log:
             subprocess.run(command, cwd=self.source / "tests", env=environment, stdout=log, stderr=log, check=False)
