@@ -1,6 +1,6 @@
-"""Our Triton kernels in Triton's interpreter on a CPU (``make triton``), and what is said where they cannot run."""
+"""Our Triton kernels on a GPU or in Triton's interpreter on a CPU (``make triton``), and what is said without both."""
 
-import os
+import functools
 
 import pytest
 import torch
@@ -10,17 +10,26 @@ from torch.utils.checkpoint import checkpoint
 import lightning_thunder_strategy as lts
 from lightning_thunder_strategy.executors import TritonExecutor
 from lightning_thunder_strategy.executors.packages import import_problem
-from tests.executors.reference import check, claims, compiled_with, laid_out
-from tests.executors.test_chunked_loss import loss, targets
+from lightning_thunder_strategy.executors.triton import interpreted
+from tests.executors import reference
+from tests.executors.reference import check, claims, compiled_with
+from tests.executors.test_chunked_loss import loss
+from tests.executors.test_chunked_loss import targets as targets_on_cpu
 from tests.opinfo import sweep
 
 TAKEN = [(True, "")]
-HERE = import_problem("triton") is None and os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not HERE, reason="needs Triton's interpreter: make triton")
+DEVICE = "cpu" if interpreted() or not torch.cuda.is_available() else "cuda"
+HERE = import_problem("triton") is None and (interpreted() or torch.cuda.is_available())
+needs_kernels = pytest.mark.skipif(not HERE, reason="needs a GPU, or Triton's interpreter: make triton")
+laid_out = functools.partial(reference.laid_out, device=DEVICE)
 TYPES = [torch.float32, torch.bfloat16]
 
 
-@interpreted
+def targets(*args, **options):
+    return targets_on_cpu(*args, **options).to(DEVICE)
+
+
+@needs_kernels
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("layout", ["dense", "transposed", "sliced", "expanded"])
 @pytest.mark.parametrize(("reduction", "ignored"), [("mean", -100), ("sum", 3)])
@@ -35,7 +44,7 @@ def test_the_loss_and_its_gradients_are_those_of_float64(dtype, layout, reductio
     assert "lts.triton_linear_cross_entropy" in str(lts.traces(compiled)[0][-2])
 
 
-@interpreted
+@needs_kernels
 @pytest.mark.parametrize("classes", [1, 2, 4095, 4096, 4097, 9000])
 def test_the_loss_over_several_blocks_of_classes(classes):
     torch.manual_seed(0)
@@ -43,7 +52,7 @@ def test_the_loss_over_several_blocks_of_classes(classes):
     check(lambda x, w, t: F.cross_entropy(F.linear(x, w), t), [*inputs, targets(3, classes)], TritonExecutor(2))
 
 
-@interpreted
+@needs_kernels
 @pytest.mark.parametrize(("rows", "classes", "features"), [(0, 5, 4), (1, 1, 1), (1, 5, 4), (8, 5, 1)])
 def test_the_loss_of_sizes_of_zero_and_one(rows, classes, features):
     torch.manual_seed(0)
@@ -51,16 +60,19 @@ def test_the_loss_of_sizes_of_zero_and_one(rows, classes, features):
     check(loss, [*inputs, targets(rows, classes, share=0)], TritonExecutor(4))
 
 
-@interpreted
+@needs_kernels
 def test_large_logits_do_not_overflow_and_ignored_rows_count_for_nothing():
-    x, weight = torch.full((4, 2), 90.0, requires_grad=True), torch.tensor([[10.0, 10], [-10, -10]], requires_grad=True)
+    x = torch.full((4, 2), 90.0, requires_grad=True, device=DEVICE)
+    weight = torch.tensor([[10.0, 10], [-10, -10]], requires_grad=True, device=DEVICE)
     check(
-        lambda x, w, t: F.cross_entropy(F.linear(x, w), t), [x, weight, torch.tensor([0, 1, -100, 0])], TritonExecutor()
-    )
-    check(lambda x, w, t: F.cross_entropy(F.linear(x, w), t), [x, weight, torch.full((4,), -100)], TritonExecutor())
+        lambda x, w, t: F.cross_entropy(F.linear(x, w), t),
+        [x, weight, torch.tensor([0, 1, -100, 0], device=DEVICE)], TritonExecutor(),
+    )  # fmt: skip
+    ignored = torch.full((4,), -100, device=DEVICE)
+    check(lambda x, w, t: F.cross_entropy(F.linear(x, w), t), [x, weight, ignored], TritonExecutor())
 
 
-@interpreted
+@needs_kernels
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("layout", ["dense", "transposed", "sliced", "expanded"])
 @pytest.mark.parametrize("weighted", [True, False])
@@ -74,7 +86,7 @@ def test_rms_norm_and_its_gradients_are_those_of_float64(dtype, layout, weighted
     assert "lts.triton_rms_norm.default" in str(lts.traces(compiled)[0][-2])
 
 
-@interpreted
+@needs_kernels
 @pytest.mark.parametrize("shape", [(0, 4), (1, 1), (5, 1), (4,), (300, 3), (2, 1025)])
 def test_rms_norm_of_other_sizes(shape):
     torch.manual_seed(0)
@@ -83,14 +95,14 @@ def test_rms_norm_of_other_sizes(shape):
     assert claims(compiled, "triton") == TAKEN
 
 
-@interpreted
+@needs_kernels
 def test_torchs_own_samples_of_rms_norm():
     (op,) = sweep.operators(["nn.functional.rms_norm"])
     outcome = sweep.check(op, torch.float32, [TritonExecutor()], samples=20)
     assert outcome.result == "equal", outcome
 
 
-@interpreted
+@needs_kernels
 def test_both_inside_a_checkpoint_with_symbolic_sizes():
     torch.manual_seed(0)
     norm, weight = laid_out((8,), torch.float32, "dense"), laid_out((7, 8), torch.float32, "dense")
@@ -113,7 +125,7 @@ DECLINED = {
 }
 
 
-@interpreted
+@needs_kernels
 @pytest.mark.parametrize("reason", DECLINED)
 def test_what_it_declines_runs_as_before_with_the_reason_in_the_report(reason):
     inputs = [laid_out(shape, torch.float32, "dense") for shape in ((6, 4), (4,))]
@@ -123,7 +135,7 @@ def test_what_it_declines_runs_as_before_with_the_reason_in_the_report(reason):
     assert not accepted and reason in found
 
 
-@interpreted
+@needs_kernels
 def test_a_users_triton_kernel():
     import triton
     import triton.language as tl

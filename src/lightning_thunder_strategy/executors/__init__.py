@@ -2,6 +2,7 @@
 
 from lightning_thunder_strategy.executors.base import Claim, Executor, FusionExecutor, OperatorExecutor, Replacement
 from lightning_thunder_strategy.executors.chunked_loss import ChunkedLossExecutor
+from lightning_thunder_strategy.executors.liger import LigerExecutor
 from lightning_thunder_strategy.executors.nvfuser import NvfuserExecutor
 from lightning_thunder_strategy.executors.registration import register
 from lightning_thunder_strategy.executors.registry import ExecutorInfo
@@ -15,6 +16,7 @@ __all__ = [
     "Executor",
     "ExecutorInfo",
     "FusionExecutor",
+    "LigerExecutor",
     "NvfuserExecutor",
     "OperatorExecutor",
     "Replacement",

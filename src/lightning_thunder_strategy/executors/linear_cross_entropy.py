@@ -75,6 +75,32 @@ def find(node: fx.Node, function: Callable, *options: Any) -> Union[Replacement,
     return Replacement(function, (*values, node_value(node).dtype, wanted, *options), covers=tuple(reversed(path)))
 
 
+def find_loss(node: fx.Node, function: Callable) -> Union[Replacement, str]:
+    """How ``function`` can stand for a loss alone, or why not.
+
+    Args:
+        node: A call of ``F.cross_entropy``.
+        function: Called with logits, targets, ``ignore_index``, ``reduction``, the type of the loss and whether
+            gradients are wanted.
+    """
+    given = _SIGNATURE.bind(*node.args, **node.kwargs)
+    given.apply_defaults()
+    loss = given.arguments
+    reason = _options(loss) or _target(loss["target"], node_value(node))
+    if reason is not None:
+        return reason
+    logits = node_value(loss["input"]) if isinstance(loss["input"], fx.Node) else None
+    if not isinstance(logits, torch.Tensor) or logits.dim() != 2:
+        return "its logits are not a matrix of rows: flatten all dimensions but the last"
+    if logits.dtype == torch.float16:
+        return "its logits are torch.float16: gradients would underflow before the loss is scaled"
+    if not isinstance(logits.shape[1], int) or logits.shape[1] == 0:
+        return f"it has {logits.shape[1]} classes, and the kernel takes 1 or more, known in advance"
+    wanted = bool(logits.requires_grad and node_value(node).requires_grad)
+    values = (loss["input"], loss["target"], loss["ignore_index"], loss["reduction"], node_value(node).dtype, wanted)
+    return Replacement(function, values)
+
+
 def is_call_of_getitem(node: fx.Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem"
 
@@ -147,8 +173,7 @@ def loss_and_gradients(
         needs: Which gradients. Others are empty.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    count = (target != ignore_index).sum().to(wide)
-    factor = 1 / count.clamp(min=1) if mean else torch.ones_like(count)
+    count, factor = count_and_factor(target, ignore_index, mean, wide)
     loss = torch.zeros((), dtype=wide, device=x.device)
     shapes = [shape if need else (0,) for shape, need in zip((x.shape, weight.shape, weight.shape[:1]), needs)]
     grad_x = torch.empty(shapes[0], dtype=x.dtype, device=x.device)
@@ -174,6 +199,27 @@ def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
         total += a @ b
+
+
+def count_and_factor(
+    target: torch.Tensor, ignore_index: int, mean: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many rows count, and what the gradient of the sum of their losses is multiplied with."""
+    count = (target != ignore_index).sum().to(dtype)
+    return count, 1 / count.clamp(min=1) if mean else torch.ones_like(count)
+
+
+def refuse_second_derivative(name: str) -> None:
+    """Raise in a backward whose own gradient is asked for: what it has saved does not depend on the inputs any more.
+
+    Raises:
+        NotImplementedError: If so.
+    """
+    if torch.is_grad_enabled():
+        raise NotImplementedError(
+            f"{name} has no second derivative, and the program takes a gradient of a gradient "
+            "(torch.autograd.grad with create_graph=True): leave its executor out of `executors`."
+        )
 
 
 def define(name: str, rows: Rows) -> Callable[..., list[torch.Tensor]]:
@@ -203,11 +249,7 @@ def define(name: str, rows: Rows) -> Callable[..., list[torch.Tensor]]:
         ctx.save_for_backward(*output[1:])
 
     def backward(ctx: Any, gradients: list[torch.Tensor]) -> tuple:
-        if torch.is_grad_enabled():  # what is saved does not depend on the inputs any more
-            raise NotImplementedError(
-                f"{name} has no second derivative, and the program takes a gradient of a gradient "
-                "(torch.autograd.grad with create_graph=True): leave its executor out of `executors`."
-            )
+        refuse_second_derivative(name)
         scaled = [
             (value * gradients[0]).to(value.dtype) if need else None
             for value, need in zip(ctx.saved_tensors, ctx.needs)

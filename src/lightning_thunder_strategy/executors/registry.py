@@ -10,6 +10,7 @@ from lightning_thunder_strategy.executors.base import Executor
 from lightning_thunder_strategy.executors.chunked_loss import ChunkedLossExecutor
 from lightning_thunder_strategy.executors.eager import EagerExecutor
 from lightning_thunder_strategy.executors.inductor import InductorExecutor
+from lightning_thunder_strategy.executors.liger import LigerExecutor
 from lightning_thunder_strategy.executors.nvfuser import NvfuserExecutor
 from lightning_thunder_strategy.executors.sdpa import SdpaExecutor
 from lightning_thunder_strategy.executors.triton import TritonExecutor
@@ -17,6 +18,7 @@ from lightning_thunder_strategy.executors.triton import TritonExecutor
 _OURS: dict[str, Callable[[], Executor]] = {
     "sdpa": SdpaExecutor,
     "triton": TritonExecutor,
+    "liger": LigerExecutor,
     "chunked_loss": ChunkedLossExecutor,
     "nvfuser": NvfuserExecutor,
     "inductor": InductorExecutor,

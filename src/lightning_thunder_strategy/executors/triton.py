@@ -1,10 +1,9 @@
 """Our own Triton kernels: the last linear layer with its cross-entropy loss, and RMSNorm."""
 
-import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Optional
+from typing import ClassVar, Optional
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from lightning_thunder_strategy.executors.base import OperatorExecutor, Replacem
 from lightning_thunder_strategy.executors.linear_cross_entropy import find
 from lightning_thunder_strategy.executors.packages import gpu_problem, import_problem, version_of
 from lightning_thunder_strategy.executors.registered import is_call_of
+from lightning_thunder_strategy.executors.rms_norm_pattern import find_rms_norm, is_rms_norm
 
 _MOST_FEATURES = 16384  # a row of RMSNorm is one block
 _TYPES = (torch.float32, torch.bfloat16)
@@ -25,7 +25,7 @@ _TYPES = (torch.float32, torch.bfloat16)
 @told_by_the_parser_too
 @dataclass(frozen=True)
 class TritonExecutor(OperatorExecutor):
-    """Our own Triton kernels: a linear layer with its cross-entropy loss in chunks of rows, and ``F.rms_norm``.
+    """Our own Triton kernels: a linear layer with its cross-entropy loss in chunks of rows, and RMSNorm.
 
     Args:
         chunk_rows: How many rows (tokens) of logits exist at once.
@@ -52,7 +52,7 @@ class TritonExecutor(OperatorExecutor):
         return version_of("triton")
 
     def considers(self, node: fx.Node) -> bool:
-        return is_call_of(node, F.cross_entropy) or is_call_of(node, F.rms_norm)
+        return is_call_of(node, F.cross_entropy) or is_rms_norm(node)
 
     def replacement(self, node: fx.Node) -> "Callable | Replacement | str":
         tensors = [node_value(used) for used in node.all_input_nodes]
@@ -64,9 +64,7 @@ class TritonExecutor(OperatorExecutor):
             return f"its kernels take float32 and bfloat16, and this is {values[0].dtype}"
         if is_call_of(node, F.cross_entropy):
             return find(node, triton_operators.triton_linear_cross_entropy, self.chunk_rows)
-        given = inspect.signature(triton_operators.triton_rms_norm).bind(*node.args, **node.kwargs)
-        given.apply_defaults()
-        return _norm_problem(node, **given.arguments) or triton_operators.triton_rms_norm
+        return _norm(node)
 
 
 def interpreted() -> bool:
@@ -74,11 +72,14 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _norm_problem(node: fx.Node, input: fx.Node, normalized_shape: Any, weight: Any, eps: Any) -> Optional[str]:
-    x = node_value(input)
-    if len(normalized_shape) != 1:
-        return f"it normalizes {len(normalized_shape)} dimensions, and the kernel one"
-    if not isinstance(x.shape[-1], int) or not 0 < x.shape[-1] <= _MOST_FEATURES:
-        return f"its rows have {x.shape[-1]} features, and the kernel takes 1 to {_MOST_FEATURES}, known in advance"
-    types = {x.dtype, node_value(node).dtype, *([] if weight is None else [node_value(weight).dtype])}
-    return None if len(types) == 1 else f"it mixes types: {', '.join(sorted(map(str, types)))}"
+def _norm(node: fx.Node) -> "Replacement | str":
+    found = find_rms_norm(node)
+    if isinstance(found, str):
+        return found
+    features = node_value(found.x).shape[-1]
+    if features > _MOST_FEATURES:
+        return f"its rows have {features} features, and the kernel takes up to {_MOST_FEATURES}"
+    if found.rounding != "end":
+        return f"it rounds the normalized values to {node_value(node).dtype}, and the kernel rounds only the result"
+    args = (found.x, found.weight, found.eps)
+    return Replacement(triton_operators.triton_rms_norm, args, covers=found.covers)

@@ -4,7 +4,7 @@ from typing import Any, Optional
 
 import torch
 
-from lightning_thunder_strategy.executors.linear_cross_entropy import arguments, define
+from lightning_thunder_strategy.executors.linear_cross_entropy import arguments, define, refuse_second_derivative
 
 
 def _rows(
@@ -59,6 +59,7 @@ def _setup(ctx: Any, inputs: tuple, output: tuple) -> None:
 
 
 def _backward(ctx: Any, gradient: torch.Tensor, unused: torch.Tensor) -> tuple:
+    refuse_second_derivative("triton_rms_norm")
     x, weight, scales = ctx.saved_tensors
     grad_x, grad_weight = _norm_backward(gradient.contiguous(), x, weight, scales)
     return grad_x, None if weight is None else grad_weight, None
@@ -67,10 +68,7 @@ def _backward(ctx: Any, gradient: torch.Tensor, unused: torch.Tensor) -> tuple:
 _norm.register_autograd(_backward, setup_context=_setup)
 
 
-def triton_rms_norm(
-    input: torch.Tensor, normalized_shape: Any, weight: Optional[torch.Tensor] = None, eps: Optional[float] = None
-) -> torch.Tensor:
-    """``F.rms_norm`` over the last dimension."""
-    eps = torch.finfo(input.dtype).eps if eps is None else eps
-    rows = input.reshape(-1, input.shape[-1]).contiguous()
-    return _norm(rows, None if weight is None else weight.contiguous(), eps)[0].view(input.shape)
+def triton_rms_norm(x: torch.Tensor, weight: Optional[torch.Tensor], eps: float) -> torch.Tensor:
+    """RMSNorm over the last dimension, computed in float32 and rounded to the type of ``x`` at the end."""
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    return _norm(rows, None if weight is None else weight.contiguous(), eps)[0].view(x.shape)
