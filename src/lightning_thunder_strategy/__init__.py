@@ -11,6 +11,7 @@ from lightning_thunder_strategy.compiler.trace import Trace
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.executors.base import Executor
 from lightning_thunder_strategy.inspection import explain, traces
+from lightning_thunder_strategy.planner.plan import plan
 from lightning_thunder_strategy.precision.recipe import Recipe
 from lightning_thunder_strategy.precision.trainer import ThunderPrecision
 from lightning_thunder_strategy.precision.weights import QuantizeWeights, restore_weights
@@ -37,6 +38,7 @@ __all__ = [
     "executors",
     "explain",
     "fabric",
+    "plan",
     "restore_weights",
     "traces",
 ]

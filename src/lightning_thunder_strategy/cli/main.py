@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Optional
 
-from lightning_thunder_strategy.cli import bisect, doctor, export
+from lightning_thunder_strategy.cli import bisect, doctor, export, plan
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -21,5 +21,6 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     doctor.add_command(commands)
     bisect.add_command(commands)
     export.add_command(commands)
+    plan.add_command(commands)
     options = parser.parse_args(arguments)
     return options.run(options)

@@ -65,6 +65,13 @@ def group_name(group: torch.distributed.ProcessGroup) -> str:
     return group.group_name
 
 
+def group_ranks(name: str) -> list[int]:
+    """The ranks of a process group, given by the name that programs have for it."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    return sorted(torch.distributed.get_process_group_ranks(_resolve_process_group(name)))  # type: ignore[arg-type]
+
+
 def group_text(name: str) -> str:
     """The members of a group, counted from its first: the same on all ranks for the groups of one mesh dimension."""
     from torch.distributed.distributed_c10d import _resolve_process_group

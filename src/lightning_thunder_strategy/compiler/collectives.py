@@ -51,6 +51,19 @@ def count_collectives(graph: fx.Graph) -> list[Collective]:
     return [Collective(name, count, size) for name, (count, size) in totals.items()]
 
 
+def full_tensors(node: fx.Node) -> list[torch.Tensor]:
+    """The whole tensors that a collective is about: the results of a gather, the inputs of any other."""
+    value = _full_value(node)
+    values = value if isinstance(value, (list, tuple)) else [value]
+    return [item for item in values if isinstance(item, torch.Tensor)]
+
+
+def collective_of(node: fx.Node) -> Collective | None:
+    """What a single collective is, or ``None`` for any other operation."""
+    name = _collective_name(node)
+    return None if name is None else Collective(name, 1, _bytes(_full_value(node)))
+
+
 def sequence(graphs: Iterable[fx.Graph]) -> list[str]:
     """One line a collective: name, element type, sizes and group, in the order in which they are issued."""
     lines = []

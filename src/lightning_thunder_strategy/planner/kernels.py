@@ -98,7 +98,7 @@ class _Kernels:
             source = node.args[0]
             self._values[node] = shared
             self._reads[node] = shared.storages or self._reads.get(source, ())  # type: ignore[call-overload]
-            if is_operation(node) and _is_wait(node):  # what is communicated is kept until the wait
+            if is_operation(node) and is_wait(node):  # what is communicated is kept until the wait
                 kept = self._kept_until_wait(source)  # type: ignore[arg-type]
                 return Kernel(node, tuple(dict.fromkeys((*self._reads[node], *kept))), (), True)
             mutable = isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
@@ -137,7 +137,7 @@ class _Kernels:
         """What called kernels read, and what is returned, looked for through views."""
         needed: set[fx.Node] = set()
         for node in self._graph.nodes:
-            if node.op == "output" or (is_operation(node) and (self._is_alone(node) or _is_wait(node))):
+            if node.op == "output" or (is_operation(node) and (self._is_alone(node) or is_wait(node))):
                 for used in node.all_input_nodes:
                     needed.add(_base(used))
         return needed
@@ -149,7 +149,8 @@ def _base(node: fx.Node) -> fx.Node:
     return node
 
 
-def _is_wait(node: fx.Node) -> bool:
+def is_wait(node: fx.Node) -> bool:
+    """Whether an operation waits for a collective."""
     return _name(node) == "wait_tensor"
 
 

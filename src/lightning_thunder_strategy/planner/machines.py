@@ -61,7 +61,7 @@ class Interconnect:
 GPUName = Literal["A100", "H100", "H200", "B200"]
 InterconnectName = Literal["nvlink", "infiniband-hdr", "infiniband-ndr", "infiniband-xdr"]
 
-_NVLINK_LATENCY = 3e-6  # seconds of a step of a ring within a node
+NVLINK_LATENCY = 3e-6  # seconds of a step of a ring within a node
 _DATASHEETS = "https://www.nvidia.com/en-us/data-center"
 
 GPUS: dict[str, GPU] = {
@@ -77,7 +77,7 @@ GPUS: dict[str, GPU] = {
 INTERCONNECTS: dict[str, Interconnect] = {
     net.name: net
     for net in (
-        Interconnect("nvlink", 0.0, _NVLINK_LATENCY, "no network: one node"),
+        Interconnect("nvlink", 0.0, NVLINK_LATENCY, "no network: one node"),
         Interconnect("infiniband-hdr", 25e9, 6e-6, "200 Gb/s a GPU, as in DGX A100"),
         Interconnect("infiniband-ndr", 50e9, 6e-6, "400 Gb/s a GPU, as in DGX H100"),
         Interconnect("infiniband-xdr", 100e9, 6e-6, "800 Gb/s a GPU"),

@@ -14,13 +14,16 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_thunder_strategy.compiler.config import check_choice
+from lightning_thunder_strategy.distributed.sharding import original_class
 from lightning_thunder_strategy.planner.capture import Captured, capture
-from lightning_thunder_strategy.planner.machines import GPUS, GPUName
+from lightning_thunder_strategy.planner.flops import graph_flops
+from lightning_thunder_strategy.planner.machines import GPUS, INTERCONNECTS, GPUName, InterconnectName
 from lightning_thunder_strategy.planner.memory import step_memory, step_programs
 from lightning_thunder_strategy.planner.observe import PlanError
 from lightning_thunder_strategy.planner.optimizers import optimizer_memory
-from lightning_thunder_strategy.planner.rank import LoneRank, prepare, trainer_options, world
+from lightning_thunder_strategy.planner.rank import LoneRank, nodes, prepare, trainer_options, world
 from lightning_thunder_strategy.planner.report import Plan
+from lightning_thunder_strategy.planner.timing import Machine, step_time
 from lightning_thunder_strategy.strategies.trainer_base import CompiledStepsStrategy
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -34,6 +37,8 @@ def plan(
     devices_per_node: int = 8,
     precision: Optional[str] = None,
     gpu: GPUName = "H100",
+    interconnect: InterconnectName = "infiniband-ndr",
+    efficiency: float = 1.0,
     loss: Optional[Loss] = None,
     optimizer: Callable[[Any], Optimizer] = torch.optim.AdamW,
 ) -> Plan:
@@ -50,6 +55,8 @@ def plan(
         devices_per_node: How many of them a node has.
         precision: As the Trainer's option: ``"bf16-true"``, ``"bf16-mixed"``; by default 32 bits.
         gpu: Which GPU they are.
+        interconnect: What connects nodes.
+        efficiency: The part of the datasheets' speeds that kernels and links reach; 1: times are lower bounds.
         loss: For a module that is not a LightningModule: takes the module and the batch and returns the loss.
         optimizer: For a module that is not a LightningModule: makes its optimizer from an iterable of parameters.
 
@@ -60,9 +67,7 @@ def plan(
         PlanError: If the step cannot be planned; the message says why in a line.
         ValueError: If an option has a value that is not allowed.
     """
-    check_choice("gpu", gpu, get_args(GPUName))
-    _check_count("devices", devices)
-    _check_count("devices_per_node", devices_per_node)
+    machine = machine_of(devices, devices_per_node, gpu, interconnect, efficiency)
     planned = _copy_of(module)
     if not isinstance(planned, pl.LightningModule):
         if loss is None:
@@ -74,25 +79,60 @@ def plan(
     if precision is not None:
         options["precision"] = precision
     loader = DataLoader([batch], batch_size=None, collate_fn=_unchanged)
-    with _quiet(), world(devices):
+    with quiet(), world(devices):
         trainer = pl.Trainer(
             strategy=copy.deepcopy(strategy), plugins=[LoneRank(devices)] if devices > 1 else [], max_steps=1,
             limit_val_batches=0, use_distributed_sampler=False, **options,
         )  # fmt: skip
         prepare(trainer)
         captured = capture(trainer, lambda: trainer.fit(planned, loader))
-        return plan_of(captured, devices, devices_per_node, gpu)
+        return plan_of(captured, devices, machine.devices_per_node, machine)
 
 
-def plan_of(captured: Captured, devices: int, devices_per_node: int, gpu: str) -> Plan:
-    """The plan of a program that was captured."""
+def plan_of(captured: Captured, devices: int, devices_per_node: int, machine: Machine) -> Plan:
+    """The plan of a program that was captured; its process groups must exist yet."""
     optimizer = optimizer_memory(captured.optimizers)
     programs = step_programs(captured.observed, captured.fused)
     memory = step_memory(
         programs, captured.module, captured.batch, optimizer, captured.fused, captured.observed.keeps_gradients
     )
-    machine = GPUS[gpu]
-    return Plan(captured.strategy, devices, devices_per_node, gpu, memory, machine.workspace, machine.memory)
+    times, collectives = step_time(programs, graph_flops(captured.observed.joint), optimizer.moved, machine)
+    return Plan(
+        strategy=captured.strategy,
+        module=original_class(captured.module).__name__,
+        devices=devices,
+        devices_per_node=devices_per_node,
+        gpu=machine.gpu.name,
+        interconnect=machine.interconnect.name,
+        efficiency=machine.efficiency,
+        compiled_by="inductor" if captured.fused else "eager",
+        memory=memory,
+        workspace=machine.gpu.workspace,
+        capacity=machine.gpu.memory,
+        collectives=collectives,
+        time=times,
+    )
+
+
+def machine_of(devices: int, devices_per_node: int, gpu: str, interconnect: str, efficiency: float) -> Machine:
+    """What the options of the same names say, checked.
+
+    Raises:
+        ValueError: If a value is not allowed; the message names the option, the value and what is allowed.
+    """
+    check_choice("gpu", gpu, get_args(GPUName))
+    check_choice("interconnect", interconnect, get_args(InterconnectName))
+    _check_count("devices", devices)
+    _check_count("devices_per_node", devices_per_node)
+    if isinstance(efficiency, bool) or not isinstance(efficiency, (int, float)) or not 0 < efficiency <= 1:
+        raise ValueError(f"efficiency={efficiency!r} is not allowed: give a number above 0, up to 1.")
+    count, each = nodes(devices, devices_per_node)
+    if count > 1 and interconnect == "nvlink":
+        raise ValueError(
+            f"interconnect='nvlink' is not allowed with devices={devices} on {count} nodes: choose one of "
+            f"{', '.join(name for name, net in INTERCONNECTS.items() if net.bandwidth)}."
+        )
+    return Machine(GPUS[gpu], INTERCONNECTS[interconnect], each, float(efficiency))
 
 
 class _Trained(pl.LightningModule):
@@ -134,7 +174,7 @@ def _check_count(option: str, value: object) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """While open, the Trainer says nothing: it trains nothing."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
