@@ -82,7 +82,7 @@ def plan(
     with quiet(), world(devices):
         trainer = pl.Trainer(
             strategy=copy.deepcopy(strategy), plugins=[LoneRank(devices)] if devices > 1 else [], max_steps=1,
-            limit_val_batches=0, use_distributed_sampler=False, **options,
+            use_distributed_sampler=False, **options,
         )  # fmt: skip
         prepare(trainer)
         captured = capture(trainer, lambda: trainer.fit(planned, loader))

@@ -29,7 +29,12 @@ class LoneEngine(Engine):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(
-            engine.options, engine.parallelism, engine.timeout, engine.communication, engine.replicas, engine.tensor
+            dataclasses.replace(engine.options, report=False),
+            engine.parallelism,
+            engine.timeout,
+            engine.communication,
+            engine.replicas,
+            engine.tensor,
         )
         self.precision_passes = engine.precision_passes
 
@@ -153,7 +158,7 @@ def trainer_options(devices: int, per_node: int) -> dict[str, Any]:
     return {
         "accelerator": "cpu", "devices": each, "num_nodes": count, "logger": False, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0, "detect_anomaly": False,
-        "profiler": None, "fast_dev_run": False,
+        "profiler": None, "fast_dev_run": False, "limit_val_batches": 0, "val_check_interval": None,
     }  # fmt: skip
 
 
