@@ -93,3 +93,15 @@ def test_the_tables_of_options_name_every_option() -> None:
     options = set(inspect.signature(lts.ThunderFSDPStrategy).parameters)
     options |= {field.name for field in dataclasses.fields(lts.CompileConfig)}
     assert options <= set(re.findall(r"^\| `(\w+)`", text, re.MULTILINE))
+
+
+def test_the_table_of_what_is_tested_names_tests() -> None:
+    text = (ROOT / "docs/sharding.md").read_text()
+    table = text[text.index("## What is tested") :]
+    named = re.findall(r"`(\w+\.py)(?:::(\w+))?`", table)
+    assert len(named) > 40
+    for file, test in named:
+        found = [path.read_text() for path in (ROOT / "tests").rglob(file)]
+        assert found, f"{file} is not there"
+        if test:
+            assert any(re.search(rf"^(def {test}\(|{test} = )", content, re.MULTILINE) for content in found), test

@@ -26,7 +26,7 @@ def test_a_killed_rank_is_started_again_with_the_others(tmp_path: Path) -> None:
             env=env, stdout=log, stderr=log, cwd=tmp_path, start_new_session=True,
         )  # fmt: skip
         try:
-            code = process.wait(timeout=240)
+            code = process.wait(timeout=200)
         finally:
             process.terminate()  # torchrun ends its processes, which are not in its group
             with suppress(subprocess.TimeoutExpired):

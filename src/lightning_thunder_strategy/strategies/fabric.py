@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_thunder_strategy.compiler.refusals import told_by_the_parser
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.distributed import sharding as parameters
+from lightning_thunder_strategy.distributed.restarts import meet_after_restart
 from lightning_thunder_strategy.distributed.tensor_styles import Plan
 from lightning_thunder_strategy.strategies.engine import Engine
 from lightning_thunder_strategy.strategies.fabric_base import CompiledModulesStrategy
@@ -79,6 +80,12 @@ class ThunderStrategy(CompiledModulesStrategy, SingleDeviceStrategy):
 
 class DistributedStrategy(CompiledModulesStrategy, DDPStrategy):
     """What our strategies of several processes share; Lightning's DDP strategy knows launchers and ranks."""
+
+    @override
+    def _setup_distributed(self) -> None:
+        self._set_world_ranks()
+        meet_after_restart(self._get_process_group_backend(), self.global_rank, self.world_size, self._timeout)
+        super()._setup_distributed()
 
     @override
     def setup_environment(self) -> None:

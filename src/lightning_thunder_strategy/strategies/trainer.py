@@ -19,6 +19,7 @@ from lightning_thunder_strategy.distributed import sharding as parameters
 from lightning_thunder_strategy.distributed.accumulation import Accumulation
 from lightning_thunder_strategy.distributed.buffers import broadcast_buffers
 from lightning_thunder_strategy.distributed.initialization import sharded_construction
+from lightning_thunder_strategy.distributed.restarts import meet_after_restart
 from lightning_thunder_strategy.distributed.tensor_styles import Plan
 from lightning_thunder_strategy.steps.step import CompiledStep, Unit
 from lightning_thunder_strategy.strategies.engine import Engine
@@ -110,6 +111,12 @@ class DistributedStrategy(CompiledStepsStrategy, DDPStrategy):
         votes = torch.tensor(int(decision), device=self.root_device)
         total = int(super().reduce(votes, torch.distributed.group.WORLD, "sum"))
         return total == self.world_size if all else bool(total)
+
+    @override
+    def setup_distributed(self) -> None:
+        self.set_world_ranks()
+        meet_after_restart(self._get_process_group_backend(), self.global_rank, self.world_size, self._timeout)
+        super().setup_distributed()
 
     @override
     def setup_environment(self) -> None:
