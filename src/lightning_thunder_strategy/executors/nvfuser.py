@@ -17,8 +17,9 @@ from lightning_thunder_strategy.compiler import _torch_decompose
 from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.refusals import told_by_the_parser_too
 from lightning_thunder_strategy.executors.base import FusionExecutor
-from lightning_thunder_strategy.executors.nvfuser_operations import KEPT, VIEWS, problem
+from lightning_thunder_strategy.executors.nvfuser_operations import KEPT, problem
 from lightning_thunder_strategy.executors.nvfuser_region import NvfuserRegion
+from lightning_thunder_strategy.executors.nvfuser_shapes import VIEWS
 from lightning_thunder_strategy.executors.packages import gpu_problem, import_problem
 
 _PACKAGE = "nvfuser_direct"

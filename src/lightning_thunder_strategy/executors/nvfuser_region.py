@@ -9,7 +9,9 @@ from torch import fx
 
 from lightning_thunder_strategy.compiler import _torch_compat, _torch_decompose
 from lightning_thunder_strategy.compiler.emit import node_value
-from lightning_thunder_strategy.executors.nvfuser_operations import KEPT, VIEWS, Translation
+from lightning_thunder_strategy.executors.nvfuser_operations import KEPT, translate
+from lightning_thunder_strategy.executors.nvfuser_shapes import VIEWS
+from lightning_thunder_strategy.executors.nvfuser_values import Translation
 
 aten = torch.ops.aten
 _LEFT_TO_TORCH = (*VIEWS, aten.clone.default)  # at the end of a region; nvFuser would make aliases of its inputs
@@ -51,7 +53,7 @@ class NvfuserRegion:
                 translation[node] = _define(fusion, translation, values[node], fixed)
             for node in program.graph.nodes:
                 if node.op == "call_function" and _is_tensor(node):
-                    translation.translate(node)
+                    translate(translation, node)
             for place, node in enumerate(results):
                 if node.op == "placeholder":
                     self._given[place] = placeholders.index(node)
