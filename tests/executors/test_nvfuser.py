@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import lightning_thunder_strategy as lts
-from lightning_thunder_strategy.executors import NvfuserExecutor
+from lightning_thunder_strategy.compiler.report import CompileWarning
+from lightning_thunder_strategy.executors import NvfuserExecutor, nvfuser
 from tests.executors import nvfuser_standin
-from tests.executors.reference import check, compiled_with, laid_out
+from tests.executors.reference import check, claims, compiled_with, laid_out
 from tests.opinfo import sweep
 
 
@@ -37,7 +38,7 @@ def fusions(function):
     return result, list(nvfuser_standin.FusionDefinition.made)
 
 
-# ---------------------------------------------------------------------------------------------- operations and layouts
+# --------------------------------------------------------------------------------------------- operations and layouts
 
 FUNCTIONS = {
     "pointwise": lambda x: (x * 2 + 1).sin() / (x.abs() + 1) - x,
@@ -92,7 +93,153 @@ def test_values_and_gradients_are_those_of_eager_in_float64(name):
     assert len(made) >= 4 and all(fusion.runs >= 1 for fusion in made)
 
 
-# ------------------------------------------------------------------------------------------------------------------ GPU
+def test_symbolic_sizes_make_one_fusion_for_all_sizes():
+    def function(x, w):
+        y = F.rms_norm(x, x.shape[-1:], w) * x.shape[0]
+        return y[1:] + x.mean(0, keepdim=True).expand(x.shape[0] - 1, -1)
+
+    def run():
+        compiled = None
+        for size in (5, 9, 4):
+            inputs = [laid_out((size, 6), torch.float64, "dense"), laid_out((6,), torch.float64, "dense")]
+            compiled = check(function, inputs, OnCpu(), compiled=compiled, dynamic=True)
+        return compiled
+
+    compiled, made = fusions(run)
+    assert len(lts.traces(compiled)) == 1 and made and all(fusion.runs == 4 for fusion in made)  # one run to compile
+    assert not any(static for fusion in made for static in fusion.static)
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (4, 1), (1, 1), (6,), ()])
+def test_sizes_of_1_and_numbers(shape):
+    def function(x):
+        y = (x * 2 + 1).exp()
+        return y * x.sum() + y.mean(-1, keepdim=True) if x.dim() else y * 3
+
+    _, made = fusions(lambda: check(function, [laid_out(shape, torch.float64, "dense")], OnCpu()))
+    assert made
+
+
+def test_a_tensor_without_elements_is_left_to_eager():
+    x = torch.randn(0, 4, requires_grad=True)
+    compiled = check(lambda x: (x * 2 + 1).exp() + 1, [x], OnCpu())
+    assert {reason for _, reason in claims(compiled, "nvfuser")} == {"it has a tensor without elements"}
+
+
+def test_results_have_the_strides_of_eager_and_memory_of_their_own():
+    def function(x):
+        y = (x.t() * 2).exp()
+        return y, y.t(), x.clone(), x[1:], y + 1, y[:, 0], y.reshape(-1).view(3, 2, 4), x.expand(2, 4, 6), x.t() + x.t()
+
+    x = torch.randn(4, 6)
+    (compiled, results), made = fusions(lambda: _called(function, x))
+    expected = function(x)
+    assert len(made) == 1 and len(made[0].outputs) == 3
+    for mine, theirs in zip(results, expected):
+        assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
+    results[2].zero_()  # no other result and no input is in its memory
+    assert torch.equal(x, compiled(x)[2])
+
+
+def _called(function, *inputs):
+    compiled = compiled_with(function, OnCpu())
+    return compiled, compiled(*inputs)
+
+
+def test_a_result_that_lies_in_an_inputs_memory_is_copied():
+    """nvFuser may give back an input for an operation that changes nothing, as the stand-in does."""
+
+    def function(x):
+        return x**1, x * 2 + 1
+
+    x = torch.randn(4)
+    (_, results), made = fusions(lambda: _called(function, x))
+    assert "set" in made[0].ops.calls
+    results[0].zero_()
+    assert x.abs().min() > 0
+
+
+# ----------------------------------------------------------------------------------------------------- what is declined
+
+
+def reasons(function, *inputs, executor=None):
+    """Operation to the reason why nvFuser's executor declines it."""
+    compiled = lts.compile(function, executors=[executor or OnCpu(), "eager"])
+    compiled(*inputs)
+    (step,) = lts.explain(compiled).to_dict()["steps"].values()
+    return {c["operation"]: c["reason"] for c in step["claims"] if c["executor"] == "nvfuser" and not c["accepted"]}
+
+
+def test_what_is_declined_is_declined_with_the_reason():
+    x = torch.randn(4, 4)
+    assert reasons(lambda x: (x @ x).exp() + 1, x) == {"aten.mm.default": "nvFuser has nothing for aten.mm.default"}
+    assert "it draws random numbers" in reasons(lambda x: torch.rand_like(x) * 2 + 1, x).values()
+    assert "uint8" in str(reasons(lambda x: x * 2 + 1, torch.ones(4, dtype=torch.uint8)))
+    assert "steps of 1" in reasons(lambda x: (x * 2)[::2] + 1, x)["aten.slice.Tensor"]
+    assert "correction=0.5" in str(reasons(lambda x: torch.var_mean(x, correction=0.5), x))
+    assert "aten.cumsum.default" in reasons(lambda x: x.cumsum(0) * 2 + 1, x)
+
+
+def test_a_region_of_one_operation_is_left_to_the_next_executor():
+    x = torch.randn(4, 4)
+    found = reasons(lambda x: (x * 2).t() @ x, x)
+    assert found["aten.mul.Tensor"] == "a region with 1 operations is not worth a kernel of nvFuser's"
+    assert reasons(lambda x: (x * 2).t() @ x, x, executor=OnCpu(fewest_operations=1)).keys() == {"aten.mm.default"}
+
+
+def test_the_executor_itself_takes_nothing_on_a_cpu():
+    x = torch.randn(4)
+
+    class Anywhere(NvfuserExecutor):
+        def unavailable(self):
+            return None
+
+    assert set(reasons(lambda x: x * 2 + 1, x, executor=Anywhere()).values()) == {
+        "nvFuser runs on cuda, and this is on cpu"
+    }
+
+
+@pytest.mark.parametrize("number", [0, -1, True, 1.5, "2"])
+def test_a_number_of_operations_that_is_not_allowed(number):
+    with pytest.raises(ValueError, match=r"NvfuserExecutor.fewest_operations=.* is not allowed"):
+        NvfuserExecutor(fewest_operations=number)
+
+
+# --------------------------------------------------------------------------------------------------------- availability
+
+
+def test_why_it_cannot_run(monkeypatch):
+    executor = NvfuserExecutor()
+    monkeypatch.setattr(nvfuser, "_installed", lambda: False)
+    monkeypatch.setattr(nvfuser, "_distribution", lambda: None)
+    assert executor.unavailable() == "The package 'nvfuser_direct' is not installed."
+    assert executor.version() is None and executor.install_command().startswith("pip install nvfuser-cu130-torch210")
+    monkeypatch.setattr(nvfuser, "_installed", lambda: True)
+    monkeypatch.setattr(nvfuser, "_distribution", lambda: "nvfuser-cu130-torch210 0.2.36")
+    monkeypatch.setattr(nvfuser, "gpu_problem", lambda capability: "The GPU is too old.")
+    assert executor.unavailable() == "The GPU is too old." and executor.version() == "0.2.36"
+    monkeypatch.setattr(nvfuser, "gpu_problem", lambda capability: None)
+    monkeypatch.setattr(nvfuser, "import_problem", lambda name: "Importing 'nvfuser_direct' fails: undefined symbol.")
+    assert executor.unavailable() == (
+        "Importing 'nvfuser_direct' fails: undefined symbol. nvfuser-cu130-torch210 0.2.36 may be built for another "
+        f"torch than this, {torch.__version__}."
+    )
+    monkeypatch.setattr(nvfuser, "import_problem", lambda name: None)
+    assert executor.unavailable() is None
+
+
+def test_a_failure_of_nvfuser_at_compile_time_is_the_next_executors(monkeypatch):
+    def failing(self, *args, **kwargs):
+        raise RuntimeError("no schedule\nmore")
+
+    monkeypatch.setattr(nvfuser_standin.FusionDefinition, "execute", failing)
+    compiled = lts.compile(lambda x: x * 2 + 1, executors=[OnCpu(), "eager"])
+    x = torch.randn(4)
+    with pytest.warns(CompileWarning, match="nvfuser could not compile .*: RuntimeError: no schedule"):
+        assert torch.equal(compiled(x), x * 2 + 1)
+
+
+# ----------------------------------------------------------------------------------------------------------------- GPU
 
 _REASON = NvfuserExecutor().unavailable()
 gpu = pytest.mark.skipif(_REASON is not None, reason=f"nvFuser cannot run: {_REASON}")

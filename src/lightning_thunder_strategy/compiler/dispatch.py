@@ -8,7 +8,7 @@ from typing import Optional
 import torch
 from torch import fx, nn
 
-from lightning_thunder_strategy.compiler import _torch_aot, _torch_compat
+from lightning_thunder_strategy.compiler import _torch_aot, _torch_compat, grouping
 from lightning_thunder_strategy.compiler.claims import claimed_by, operation_name, runs_in_region
 from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.emit import node_value, source_line
@@ -106,7 +106,7 @@ class _Dispatch:
         assert gm is not None
         spare = copy_program(gm) if self._fusers else gm
         keep_parts_together(spare.graph)
-        program = self._plan(spare.graph)
+        program = self._grouped(spare.graph, self._plan(spare.graph))
         self._leave_small(program)
         failure: Optional[BaseException] = None
         if whole is not None and {self._name(part.executor) for part in program} <= {whole.executor}:
@@ -169,6 +169,20 @@ class _Dispatch:
             result[-1].parts.append(part)
             current = part.executor
         return [region for region in result if region.executor < len(self._fusers)]
+
+    def _grouped(self, graph: fx.Graph, program: list[_Part]) -> list[_Part]:
+        """Operations of executors whose regions may take them from elsewhere, together where their data allows it."""
+
+        def movable(part: _Part) -> bool:
+            return (
+                part.executor < len(self._fusers) and self._fusers[part.executor].gathers and not _edits(part.operation)
+            )
+
+        if not any(movable(part) for part in program):
+            return program
+        result = grouping.grouped(program, movable, lambda part: _edits(part.operation))
+        grouping.reorder(graph, result)
+        return result
 
     def _leave_small(self, program: Sequence[_Part]) -> None:
         """Regions that are not worth it for their executor go to the next one, whose regions may grow by that."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 import torch
 from torch import fx
@@ -99,7 +99,14 @@ class OperatorExecutor(Executor):
 
 
 class FusionExecutor(Executor):
-    """Compiles regions of the ATen program after differentiation."""
+    """Compiles regions of the ATen program after differentiation.
+
+    Attributes:
+        gathers: Whether a region may also take operations that stand elsewhere in the program, where their data allows
+            it. If not, regions are runs of operations in the order of the program.
+    """
+
+    gathers: ClassVar[bool] = False
 
     def supports(self, node: fx.Node) -> Optional[str]:
         """``None`` if ``node`` may be part of a region, else the reason why not."""

@@ -19,7 +19,7 @@ from lightning_thunder_strategy.compiler.refusals import told_by_the_parser_too
 from lightning_thunder_strategy.executors.base import FusionExecutor
 from lightning_thunder_strategy.executors.nvfuser_operations import KEPT, problem
 from lightning_thunder_strategy.executors.nvfuser_region import NvfuserRegion
-from lightning_thunder_strategy.executors.nvfuser_shapes import VIEWS
+from lightning_thunder_strategy.executors.nvfuser_shapes import VIEWS, symbolic_problem
 from lightning_thunder_strategy.executors.packages import gpu_problem, import_problem
 
 _PACKAGE = "nvfuser_direct"
@@ -42,6 +42,7 @@ class NvfuserExecutor(FusionExecutor):
 
     fewest_operations: int = 2
     name: ClassVar[str] = "nvfuser"
+    gathers: ClassVar[bool] = True
     device_type: ClassVar[str] = "cuda"
 
     def __post_init__(self) -> None:
@@ -56,10 +57,9 @@ class NvfuserExecutor(FusionExecutor):
         if reason is not None:
             return reason
         reason = import_problem(_PACKAGE)
-        made_for = _distribution()
-        return (
-            reason if reason is None or made_for is None else f"{reason} It is from {made_for}; see its torch version."
-        )
+        if reason is None or _distribution() is None:
+            return reason
+        return f"{reason} {_distribution()} may be built for another torch than this, {torch.__version__}."
 
     def install_command(self) -> str:
         return f"{_INSTALL} (with torch 2.10 for CUDA 13)"
@@ -85,7 +85,7 @@ class NvfuserExecutor(FusionExecutor):
             return "it computes no tensor"
         used = [node_value(argument) for argument in node.all_input_nodes]
         reason = self._placed_elsewhere(tensors, used)
-        return reason or self._checked(node)
+        return reason or symbolic_problem(node) or self._checked(node)
 
     def _placed_elsewhere(self, results: Sequence[torch.Tensor], used: Sequence[Any]) -> Optional[str]:
         for value in used:

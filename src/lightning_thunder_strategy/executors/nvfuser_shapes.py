@@ -109,8 +109,6 @@ def _slice(t: Translation, node: fx.Node) -> Any:
     size = node_value(node.args[0]).shape[dim]
     if isinstance(size, int) and not isinstance(start, fx.Node) and not isinstance(end, fx.Node):
         start, end, _ = slice(start, end).indices(size)
-    elif any(isinstance(place, int) and place < 0 for place in (start, end)):
-        raise NotImplementedError("a slice that counts from the end of a symbolic size is not translated to nvFuser")
     return _sliced(t, node, dim, start, end)
 
 
@@ -144,8 +142,6 @@ def _select(t: Translation, node: fx.Node) -> Any:
     source, dim, index = node_value(node.args[0]), node.args[1], node.args[2]
     dim %= source.dim()
     size = source.shape[dim]
-    if isinstance(index, fx.Node) or (index < 0 and not isinstance(size, int)):
-        raise NotImplementedError("a selection at a symbolic place is not translated to nvFuser")
     index = index if index >= 0 else index + size
     return t.ops.squeeze(_sliced(t, node, dim, index, index + 1), dims=[dim])
 
@@ -158,22 +154,43 @@ def _cat(t: Translation, node: fx.Node) -> Any:
 
 def _slice_backward(t: Translation, node: fx.Node) -> Any:
     _, sizes, dim, start, end, _ = node.args
-    if not all(isinstance(number, int) for number in (sizes[dim], start, end)):
-        raise NotImplementedError("the gradient of a slice of a symbolic size is not translated to nvFuser")
     dim %= len(sizes)
-    first, last, _ = slice(start, end).indices(sizes[dim])
-    return _padded(t, node, dim, first, sizes[dim] - max(last, first))
+    if isinstance(sizes[dim], int):
+        start, end, _ = slice(start, end).indices(sizes[dim])
+        return _padded(t, node, dim, start, sizes[dim] - max(end, start))
+    return _padded(t, node, dim, start, 0)  # to the end: see symbolic_problem
 
 
 def _select_backward(t: Translation, node: fx.Node) -> Any:
     _, sizes, dim, index = node.args
-    if not all(isinstance(number, int) for number in (sizes[dim], index)):
-        raise NotImplementedError("the gradient of a selection of a symbolic size is not translated to nvFuser")
     dim %= len(sizes)
     index %= sizes[dim]
     new = [place == dim for place in range(len(sizes))]
     value = t.ops.broadcast(t[node.args[0]], is_broadcast_dim=new)
     return _padded(t, node, dim, index, sizes[dim] - index - 1, value)
+
+
+def symbolic_problem(node: fx.Node) -> Optional[str]:
+    """Why an operation that can be given to nvFuser with fixed sizes cannot with those that it has, if it cannot."""
+    if node.target in (aten.slice.Tensor, aten.select.int):
+        source = node_value(node.args[0])
+        dim = node.args[1] if len(node.args) > 1 else 0
+        places, size = node.args[2:4], source.shape[dim]
+    elif node.target in (aten.slice_backward.default, aten.select_backward.default):
+        dim, places, size = node.args[2], node.args[3:5], node_value(node).shape[node.args[2]]
+    else:
+        return None
+    if node.target is aten.select.int or node.target is aten.select_backward.default:
+        fixed = isinstance(places[0], int) and (isinstance(size, int) or (places[0] >= 0 and len(node.args) == 3))
+        return None if fixed else "it selects at a place of a symbolic size"
+    numbers = [place for place in places if isinstance(place, int)]
+    if isinstance(size, int):
+        fixed = len(numbers) == len([place for place in places if place is not None]) or len(places) < 1
+    else:
+        fixed = all(place >= 0 for place in numbers)
+    if node.target is aten.slice_backward.default and not isinstance(size, int):
+        fixed = len(numbers) == 2 and numbers[0] >= 0 and numbers[1] >= _MOST
+    return None if fixed else "it slices at a place of a symbolic size"
 
 
 def _padded(t: Translation, node: fx.Node, dim: int, before: int, after: int, value: Any = None) -> Any:
