@@ -247,6 +247,7 @@ class FusionDefinition:
         FusionDefinition.made.append(self)
 
     def __enter__(self) -> "FusionDefinition":
+        assert type(torch.empty(1)) is torch.Tensor, "Cannot access data pointer of Tensor (e.g. FakeTensor)"
         self.open = True
         return self
 

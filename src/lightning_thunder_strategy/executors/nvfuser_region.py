@@ -47,7 +47,8 @@ class NvfuserRegion:
         self._given: dict[int, int] = {}  # results that are inputs
         fixed = all(isinstance(size, int) for node in placeholders for size in _sizes(values[node]))
         contiguous = all(values[node].is_contiguous() for node in used) if fixed else False
-        with package.FusionDefinition() as fusion:
+        # nvFuser makes tensors of numbers, which must be real ones
+        with _torch_compat.outside_fake_mode(), package.FusionDefinition() as fusion:
             translation = Translation(fusion, package.DataType)
             for node in used:
                 translation[node] = _define(fusion, translation, values[node], fixed)
