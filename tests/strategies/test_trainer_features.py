@@ -294,7 +294,7 @@ def test_batch_size_finder_finds_what_it_finds_under_eager(tmp_path) -> None:
     for strategy in (thunder(), "auto"):
         L.seed_everything(11, verbose=False)
         module, data = OutOfMemory(), Data()
-        finder = BatchSizeFinder(steps_per_trial=2, max_trials=4)
+        finder = BatchSizeFinder(steps_per_trial=2, init_val=8, max_trials=4)
         trainer = make_trainer(strategy, callbacks=[finder], default_root_dir=tmp_path)
         trainer.fit(module, data)
         found.append((data.batch_size, module.state_dict()))
