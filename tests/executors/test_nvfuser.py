@@ -6,7 +6,7 @@ from typing import ClassVar
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import lightning_thunder_strategy as lts
 from lightning_thunder_strategy.compiler.report import CompileWarning
@@ -14,6 +14,8 @@ from lightning_thunder_strategy.executors import NvfuserExecutor, nvfuser
 from tests.executors import nvfuser_standin
 from tests.executors.reference import check, claims, compiled_with, laid_out
 from tests.opinfo import sweep
+
+aten = torch.ops.aten
 
 
 class OnCpu(NvfuserExecutor):
@@ -139,6 +141,18 @@ def test_results_have_the_strides_of_eager_and_memory_of_their_own():
         assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
     results[2].zero_()  # no other result and no input is in its memory
     assert torch.equal(x, compiled(x)[2])
+
+
+def test_a_region_of_views_of_its_inputs_is_no_fusion():
+    def function(x):
+        return x.split(2, dim=1)[1].transpose(0, 1), x[0]
+
+    region = fx.symbolic_trace(lambda x: (aten.permute.default(aten.slice.Tensor(x, 1, 2, 4), [1, 0]), x))
+    x = torch.randn(4, 4)
+    call, made = fusions(lambda: OnCpu().fuse(region, [x]))
+    assert not made and torch.equal(call([x])[0], function(x)[0]) and call([x])[1] is x
+    (_, results), made = fusions(lambda: _called(function, x))
+    assert not made and torch.equal(results[0], function(x)[0])
 
 
 def _called(function, *inputs):

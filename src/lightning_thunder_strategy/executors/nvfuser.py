@@ -19,13 +19,13 @@ from lightning_thunder_strategy.compiler.refusals import told_by_the_parser_too
 from lightning_thunder_strategy.executors.base import FusionExecutor
 from lightning_thunder_strategy.executors.nvfuser_operations import KEPT, problem
 from lightning_thunder_strategy.executors.nvfuser_region import NvfuserRegion
-from lightning_thunder_strategy.executors.nvfuser_shapes import VIEWS, symbolic_problem
+from lightning_thunder_strategy.executors.nvfuser_shapes import SPLITS, VIEWS, symbolic_problem
 from lightning_thunder_strategy.executors.packages import gpu_problem, import_problem
 
 _PACKAGE = "nvfuser_direct"
 _INSTALL = "pip install nvfuser-cu130-torch210"
 _CAPABILITY = (8, 0)
-_FREE = (*VIEWS, torch.ops.aten.clone.default, torch.ops.aten.full.default)
+_FREE = (*VIEWS, *SPLITS, torch.ops.aten.clone.default, torch.ops.aten.full.default)
 
 
 @told_by_the_parser_too

@@ -10,12 +10,11 @@ from torch import fx
 from lightning_thunder_strategy.compiler import _torch_compat, _torch_decompose
 from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.executors.nvfuser_operations import KEPT, translate
-from lightning_thunder_strategy.executors.nvfuser_shapes import VIEWS
+from lightning_thunder_strategy.executors.nvfuser_shapes import SPLITS, VIEWS
 from lightning_thunder_strategy.executors.nvfuser_values import Translation
 
 aten = torch.ops.aten
 _LEFT_TO_TORCH = (*VIEWS, aten.clone.default)  # at the end of a region; nvFuser would make aliases of its inputs
-_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 
 
 class NvfuserRegion:
@@ -28,13 +27,17 @@ class NvfuserRegion:
     """
 
     def __init__(self, package: Any, region: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self._copied: set[int] = set()  # which of the fusion's results are copied: they lie in an input's memory
         bases = _bases(region)
         computed = [node for node in bases if node.op != "placeholder"]
         self._views = _rest(region, computed)
+        self._fusion: Any = None  # if there are only views of the inputs
+        self._results = 0
+        if not computed:
+            return
         core = _part(region, computed)
         program = _torch_decompose.decomposed(core, inputs, KEPT)
         program.graph.eliminate_dead_code()
-        self._copied: set[int] = set()  # which of the fusion's results are copied: they lie in an input's memory
         self._fuse(package, program, [node_value(node) for node in computed])
         self._try(inputs)
 
@@ -85,6 +88,8 @@ class NvfuserRegion:
                 memory.add(value.untyped_storage().data_ptr())
 
     def _run(self, args: Sequence[Any]) -> list[torch.Tensor]:
+        if self._fusion is None:
+            return []
         values = [args[index] for index in self._tensors]
         if self._integers is not None:
             values += self._integers(*args)
@@ -145,7 +150,7 @@ def _example(value: Any) -> Any:
 def _base(node: fx.Node) -> fx.Node:
     """What a result of a region is a view or copy of."""
     while True:
-        if node.target is operator.getitem and node.args[0].target in _SPLITS:
+        if node.target is operator.getitem and node.args[0].target in SPLITS:
             node = node.args[0].args[0]
         elif node.op == "call_function" and node.target in _LEFT_TO_TORCH:
             node = node.args[0]

@@ -30,6 +30,7 @@ VIEWS = (  # these only look at their first argument's memory in another way
     aten.lift_fresh.default,
 )
 
+SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)  # and these, into several
 _MOST = 2**62  # an end of a slice from here on means: to the end
 
 
