@@ -8,7 +8,7 @@ EXTRAS := cli,litgpt,hf,test
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 SOURCES := src tests examples benchmarks
 OPTIONS ?=
-CONFORMANCE_NEEDS := cloudpickle scikit-learn tensorboardX omegaconf
+CONFORMANCE_NEEDS := cloudpickle scikit-learn tensorboardX omegaconf requests
 INDUCTOR_OPS := add exp softmax cumsum cat where var_mean linalg.vector_norm nn.functional.linear \
 	nn.functional.layer_norm nn.functional.cross_entropy nn.functional.embedding
 
