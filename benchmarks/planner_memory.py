@@ -2,10 +2,12 @@
 
     python benchmarks/planner_memory.py
     python benchmarks/planner_memory.py --layers 2 --length 512      # a smaller model
+    python benchmarks/planner_memory.py --device cpu --model pythia-14m --layers 2 --length 256 --precision 32-true
 
-Three configurations of the Llama-3.2-1B shape in bf16 with fused AdamW. Each is planned on the CPU and run under a real
-Trainer, in processes of their own, all at once; the measured peak is ``torch.cuda.max_memory_allocated`` of the steps
-after the second. Collectives give arbitrary values; programs, their order and memory are those of a real rank.
+Three configurations of the Llama-3.2-1B shape in bf16 with fused AdamW. Each is planned on the CPU and run under a
+real Trainer, in processes of their own, all at once; the measured peak is ``torch.cuda.max_memory_allocated`` of the
+steps after the second. On a CPU it is what torch's allocator has given out, by torch's profiler. Collectives give
+arbitrary values; programs, their order and memory are those of a real rank.
 """
 
 import argparse
@@ -21,6 +23,7 @@ from lightning.pytorch.callbacks import Callback
 from litgpt import GPT, Config
 from torch import Tensor
 from torch.nn import functional as F
+from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.data import DataLoader
 
 import lightning_thunder_strategy as lts
@@ -52,7 +55,7 @@ class Pretrains(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-5, fused=True)
 
 
-class Peak(Callback):
+class PeakOnGPU(Callback):
     """Measures from the third step on."""
 
     bytes = 0
@@ -67,6 +70,38 @@ class Peak(Callback):
         self.bytes = torch.cuda.max_memory_allocated()
 
 
+class PeakOnCPU(Callback):
+    """The same on a CPU. What was allocated before the first step must be added."""
+
+    bytes = 0
+
+    def __init__(self) -> None:
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.bytes = sum(tensor_bytes(p) for p in (*module.parameters(), *module.buffers(), batch))
+            self._profile.__enter__()
+        elif batch_idx == 2:
+            with record_function("third step"):
+                pass
+
+    def on_train_end(self, *_: Any) -> None:
+        self._profile.__exit__(None, None, None)
+        events = sorted(self._profile.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+        begun = next(event.start_ns() for event in events if event.name() == "third step")
+        now = most = 0
+        for event in events:
+            now += event.nbytes() if event.name() == "[memory]" else 0
+            most = max(most, now) if event.start_ns() >= begun else most
+        self.bytes += most
+
+
+def tensor_bytes(tensor: Any) -> int:
+    local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.numel() * local.element_size()
+
+
 def strategy_of(name: str) -> Any:
     if name == "none":
         return lts.ThunderStrategy(executors=["inductor"])
@@ -77,20 +112,21 @@ def predicted(name: str, args: argparse.Namespace) -> dict[str, Any]:
     devices, batch = CONFIGURATIONS[name]
     tokens = torch.randint(0, 1000, (batch, args.length + 1))
     module = Pretrains(args.model, args.layers, args.length)
-    found = plan(module, tokens, strategy_of(name), devices=devices, precision="bf16-true", gpu="H200").to_dict()
+    found = plan(module, tokens, strategy_of(name), devices=devices, precision=args.precision, gpu="H200").to_dict()
     memory = found["memory"]
     memory.pop("timeline")
-    return {"bytes": memory["peak"] + found["workspace"], **memory}
+    workspace = found["workspace"] if args.device == "cuda" else 0
+    return {"bytes": memory["peak"] + workspace, **memory}
 
 
 def measured(name: str, args: argparse.Namespace) -> dict[str, Any]:
     devices, batch = CONFIGURATIONS[name]
     tokens = torch.randint(0, 1000, (batch, args.length + 1))
-    options = {**trainer_options(devices, 1), "accelerator": "cuda"}
-    peak = Peak()
+    options = {**trainer_options(devices, 1), "accelerator": args.device}
+    peak = PeakOnGPU() if args.device == "cuda" else PeakOnCPU()
     with world(devices):
         trainer = L.Trainer(
-            strategy=strategy_of(name), plugins=[LoneRank(devices)] if devices > 1 else [], precision="bf16-true",
+            strategy=strategy_of(name), plugins=[LoneRank(devices)] if devices > 1 else [], precision=args.precision,
             max_steps=5, callbacks=[peak], use_distributed_sampler=False, **options,
         )  # fmt: skip
         prepare(trainer, LoneEngine)
@@ -104,6 +140,8 @@ def main() -> None:
     parser.add_argument("--model", default="Llama-3.2-1B")
     parser.add_argument("--layers", type=int, default=0, help="layers of the model, 0 for all")
     parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--precision", default="bf16-true")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", default="", help="one part, such as predicted:zero3, in this process")
     args = parser.parse_args()
     if args.only:
@@ -111,8 +149,9 @@ def main() -> None:
         print("RESULT", json.dumps({"predicted": predicted, "measured": measured}[what](name, args)))
         return
     begun = time.perf_counter()
-    sizes = ["--model", args.model, "--layers", str(args.layers), "--length", str(args.length)]
-    whats = ["predicted", "measured"] if torch.cuda.is_available() else ["predicted"]
+    options = ("model", "layers", "length", "precision", "device")
+    sizes = [word for option in options for word in (f"--{option}", str(getattr(args, option)))]
+    whats = ["predicted", "measured"]
     parts = {(what, name): None for name in CONFIGURATIONS for what in whats}
     running = {
         part: subprocess.Popen(

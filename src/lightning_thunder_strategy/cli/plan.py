@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Optional, get_args
 
 import lightning.pytorch as pl
+from lightning.fabric.plugins.environments import ClusterEnvironment
 
 from lightning_thunder_strategy.planner import plot
 from lightning_thunder_strategy.planner.capture import capture
@@ -117,6 +118,7 @@ def _trainers(options: dict[str, Any], devices: int, fit_once: Callable) -> Iter
     def init(self: "pl.Trainer", *args: Any, **kwargs: Any) -> None:
         plugins = kwargs.pop("plugins", None) or []
         plugins = list(plugins) if isinstance(plugins, (list, tuple)) else [plugins]
+        plugins = [plugin for plugin in plugins if not isinstance(plugin, ClusterEnvironment)]
         if devices > 1:
             plugins.append(LoneRank(devices))
         kwargs["callbacks"] = _kept(kwargs.get("callbacks"))

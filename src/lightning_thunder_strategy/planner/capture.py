@@ -49,6 +49,11 @@ def capture(trainer: "pl.Trainer", run: Callable[[], Any]) -> Captured:
     """
     strategy: Any = trainer.strategy
     engine = strategy._engine
+    if trainer.accumulate_grad_batches != 1:
+        raise PlanError(
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches} is not planned: give 1 to plan one micro-batch "
+            "that reduces its gradients."
+        )
     batches: list[Any] = []
     call = strategy.training_step
 

@@ -98,14 +98,14 @@ def step_programs(observed: Observed, fused: bool) -> StepPrograms:
         observed: The programs.
         fused: Whether TorchInductor compiles them.
     """
-    forward = kernels_of(observed.forward.graph, {}, fused)
-    returned = observed.forward.graph.output_node().args[0]
+    forward = kernels_of(observed.forward, {}, fused)
+    returned = observed.forward.output_node().args[0]
     given: dict[str, tuple[Storage, ...]] = {
         node.name: storages
         for node, storages in zip(returned, forward.outputs)  # type: ignore[arg-type]
         if isinstance(node, fx.Node) and storages
     }
-    backward = kernels_of(observed.backward.graph, given, fused)
+    backward = kernels_of(observed.backward, given, fused)
     others = frozenset(storage for value in forward.inputs.values() for storage in value.storages)
     taken = {storage for value in backward.inputs.values() for storage in value.storages}
     return StepPrograms(forward, backward, others, frozenset(taken - others))

@@ -8,7 +8,7 @@ from torch import fx
 from lightning_thunder_strategy.compiler import _torch_dynamo
 from lightning_thunder_strategy.compiler.pipeline import Pipeline
 from lightning_thunder_strategy.compiler.surgery import copy_program
-from lightning_thunder_strategy.compiler.trace import Trace, TraceInput, TraceOutput
+from lightning_thunder_strategy.compiler.trace import Trace
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.strategies.early_release import EarlyRelease
 
@@ -18,23 +18,8 @@ class PlanError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Stage:
-    """One of the two programs of a step.
-
-    Attributes:
-        graph: Its graph; a node's ``meta["val"]`` is a fake tensor.
-        inputs: What is known of its placeholders, in order.
-        outputs: What is known of its results, in order.
-    """
-
-    graph: fx.Graph
-    inputs: tuple[TraceInput, ...]
-    outputs: tuple[TraceOutput, ...]
-
-
-@dataclass(frozen=True)
 class Observed:
-    """A training step's program.
+    """A training step's program. A node's ``meta["val"]`` is a fake tensor.
 
     Attributes:
         joint: Forward and backward as one program, before anything is computed twice.
@@ -44,8 +29,8 @@ class Observed:
     """
 
     joint: fx.Graph
-    forward: Stage
-    backward: Stage
+    forward: fx.Graph
+    backward: fx.Graph
     keeps_gradients: bool
 
 
@@ -76,7 +61,7 @@ class Observe(Transform):
     def partitioned(self, forward: Trace, backward: Optional[Trace]) -> None:
         if not self._whole or backward is None or self._joint is None:
             raise Unplannable("without gradients" if self._whole else "in parts")
-        raise Planned(Observed(self._joint, _stage(forward), _stage(backward), self._keeps_gradients()))
+        raise Planned(Observed(self._joint, forward.graph, backward.graph, self._keeps_gradients()))
 
     def _keeps_gradients(self) -> bool:
         release = self._pipeline.before
@@ -89,8 +74,3 @@ class Observe(Transform):
 
 class Unplannable(BaseException):
     """What was compiled is not a whole training step. Passes through the compiler like :class:`Planned`."""
-
-
-def _stage(trace: Trace) -> Stage:
-    snapshot = trace.snapshot("planned")
-    return Stage(trace.graph, tuple(snapshot.inputs), tuple(trace.outputs))
