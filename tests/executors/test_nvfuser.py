@@ -1,6 +1,7 @@
 """nvFuser: what it takes, the arithmetic it is given (computed by a stand-in), and on a GPU what it computes."""
 
 import copy
+import re
 from typing import ClassVar
 
 import pytest
@@ -10,7 +11,8 @@ from torch import fx, nn
 
 import lightning_thunder_strategy as lts
 from lightning_thunder_strategy.compiler.report import CompileWarning
-from lightning_thunder_strategy.executors import NvfuserExecutor, nvfuser
+from lightning_thunder_strategy.executors import NvfuserExecutor, SdpaExecutor, nvfuser
+from tests.compiler.executors import Running
 from tests.executors import nvfuser_standin
 from tests.executors.reference import check, claims, compiled_with, laid_out
 from tests.opinfo import sweep
@@ -136,7 +138,7 @@ def test_results_have_the_strides_of_eager_and_memory_of_their_own():
     x = torch.randn(4, 6)
     (compiled, results), made = fusions(lambda: _called(function, x))
     expected = function(x)
-    assert len(made) == 1 and len(made[0].outputs) == 3
+    assert len(made) == 1 and len(made[0].outputs) == 4
     for mine, theirs in zip(results, expected):
         assert torch.equal(mine, theirs) and mine.stride() == theirs.stride()
     results[2].zero_()  # no other result and no input is in its memory
@@ -251,6 +253,37 @@ def test_a_failure_of_nvfuser_at_compile_time_is_the_next_executors(monkeypatch)
     x = torch.randn(4)
     with pytest.warns(CompileWarning, match="nvfuser could not compile .*: RuntimeError: no schedule"):
         assert torch.equal(compiled(x), x * 2 + 1)
+
+
+# ----------------------------------------------------------------------------------------------------------- mixed sets
+
+
+class Rest(Running):
+    name = "rest"
+
+
+def test_in_a_mixed_set_the_trace_names_the_executor_of_each_line():
+    torch.manual_seed(0)
+    block = Block(16, 32)
+
+    def function(x):
+        y = block(x).unflatten(-1, (2, 8)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(y, y, y, is_causal=True)
+        return x + y.transpose(1, 2).flatten(2) * 2
+
+    compiled = compiled_with(function, SdpaExecutor(backend="math"), OnCpu(), Rest())
+    x = torch.randn(2, 4, 16, requires_grad=True)
+    result = compiled(x)
+    torch.testing.assert_close(result, function(x), rtol=1e-5, atol=1e-5)
+    result.sum().backward()
+    text = str([trace for trace in lts.traces(compiled)[0] if trace.stage == "final forward"][-1])
+    lines = [line for line in text.splitlines() if "torch.ops." in line]
+    assert lines and all(re.search(r", (nvfuser|rest|sdpa)$", line) for line in lines)
+    named = {name: [line for line in lines if line.endswith(name)] for name in ("nvfuser", "rest", "sdpa")}
+    assert all("mm.default" not in line for line in named["nvfuser"]) and any("mm" in line for line in named["rest"])
+    regions = [found for found in re.split(r"\ndef ", text) if found.startswith("nvfuser")]
+    assert "rsqrt" in regions[0] and "mul_1" in regions[0]
+    assert "silu" in regions[1] and "mul_2" in regions[1]  # with the product that stands behind another matrix product
 
 
 # ----------------------------------------------------------------------------------------------------------------- GPU

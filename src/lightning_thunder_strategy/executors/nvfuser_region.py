@@ -9,12 +9,12 @@ from torch import fx
 
 from lightning_thunder_strategy.compiler import _torch_compat, _torch_decompose
 from lightning_thunder_strategy.compiler.emit import node_value
+from lightning_thunder_strategy.compiler.surgery import Layout, layout_of
 from lightning_thunder_strategy.executors.nvfuser_operations import KEPT, translate
 from lightning_thunder_strategy.executors.nvfuser_shapes import SPLITS, VIEWS
 from lightning_thunder_strategy.executors.nvfuser_values import Translation
 
 aten = torch.ops.aten
-_LEFT_TO_TORCH = (*VIEWS, aten.clone.default)  # at the end of a region; nvFuser would make aliases of its inputs
 
 
 class NvfuserRegion:
@@ -27,14 +27,16 @@ class NvfuserRegion:
     """
 
     def __init__(self, package: Any, region: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        self._copied: set[int] = set()  # which of the fusion's results are copied: they lie in an input's memory
+        self._copied: Optional[set[int]] = None  # which results lie in memory of others, once that is known
         bases = _bases(region)
         computed = [node for node in bases if node.op != "placeholder"]
         self._views = _rest(region, computed)
         self._fusion: Any = None  # if there are only views of the inputs
         self._results = 0
+        self._layouts: list[Optional[Layout]] = []
         if not computed:
             return
+        self._layouts = [layout_of(node_value(node)) for node in computed]  # of which there are views
         core = _part(region, computed)
         program = _torch_decompose.decomposed(core, inputs, KEPT)
         program.graph.eliminate_dead_code()
@@ -49,7 +51,6 @@ class NvfuserRegion:
         results = list(program.graph.output_node().args[0])  # type: ignore[arg-type]
         self._given: dict[int, int] = {}  # results that are inputs
         fixed = all(isinstance(size, int) for node in placeholders for size in _sizes(values[node]))
-        contiguous = all(values[node].is_contiguous() for node in used) if fixed else False
         # nvFuser makes tensors of numbers, which must be real ones
         with _torch_compat.outside_fake_mode(), package.FusionDefinition() as fusion:
             translation = Translation(fusion, package.DataType)
@@ -64,7 +65,7 @@ class NvfuserRegion:
                     continue
                 order = _order(expected[place])
                 value = translation[node]
-                if len(order) > 1 and not (contiguous and order == sorted(order, reverse=True)):
+                if len(order) > 1:  # or it may be that of some input
                     value = fusion.ops.stride_order(value, stride_order=order)
                 fusion.add_output(value)
         self._fusion = fusion
@@ -76,16 +77,22 @@ class NvfuserRegion:
     def _try(self, inputs: Sequence[Any]) -> None:
         """Compile the kernels, on inputs of the sizes at hand: what fails now goes to another executor."""
         with _torch_compat.outside_fake_mode(), torch.no_grad():
+            args = []
             try:
-                args = [_example(value) for value in inputs]
-                results = self._run(args)
+                args += [_example(value) for value in inputs]
+                self._note_aliases(args, self._run(args))
             except torch.OutOfMemoryError:
-                return  # they are compiled when they are first called; what lies in an input's memory is copied then
-            memory = {value.untyped_storage().data_ptr() for value in args if isinstance(value, torch.Tensor)}
-            for place, value in enumerate(results):
-                if value.untyped_storage().data_ptr() in memory:
-                    self._copied.add(place)
-                memory.add(value.untyped_storage().data_ptr())
+                pass  # the kernels are compiled when they are first called
+
+    def _note_aliases(self, args: Sequence[Any], results: Sequence[torch.Tensor]) -> None:
+        """Find the results that nvFuser puts into the memory of an input or of another result."""
+        memory = {value.untyped_storage().data_ptr() for value in args if isinstance(value, torch.Tensor)}
+        self._copied = set()
+        for place, value in enumerate(results):
+            pointer = value.untyped_storage().data_ptr()
+            if pointer in memory:
+                self._copied.add(place)
+            memory.add(pointer)
 
     def _run(self, args: Sequence[Any]) -> list[torch.Tensor]:
         if self._fusion is None:
@@ -101,9 +108,16 @@ class NvfuserRegion:
 
     def __call__(self, args: Sequence[Any]) -> Sequence[Any]:
         results = self._run(args)
-        for place in self._copied:
+        if self._copied is None:
+            self._note_aliases(args, results)
+        for place in self._copied or ():
             results[place] = results[place].clone()
-        return results if self._views is None else self._views(*args, *results)
+        if self._views is None:
+            return results
+        laid_out = [
+            value if layout is None else layout.restored(value) for value, layout in zip(results, self._layouts)
+        ]
+        return self._views(*args, *laid_out)
 
 
 def _is_tensor(node: fx.Node) -> bool:
@@ -148,14 +162,17 @@ def _example(value: Any) -> Any:
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """What a result of a region is a view or copy of."""
-    while True:
-        if node.target is operator.getitem and node.args[0].target in SPLITS:
-            node = node.args[0].args[0]
-        elif node.op == "call_function" and node.target in _LEFT_TO_TORCH:
-            node = node.args[0]
-        else:
-            return node
+    """What a result of a region is a view of, or a copy of an input of the region.
+
+    These views and copies are left to torch: nvFuser would make an alias of the input of both.
+    """
+    if node.target is operator.getitem and node.args[0].target in SPLITS:
+        return _base(node.args[0].args[0])
+    if node.target in VIEWS:
+        return _base(node.args[0])
+    if node.target is aten.clone.default and _base(node.args[0]).op == "placeholder":
+        return _base(node.args[0])
+    return node
 
 
 def _bases(region: fx.GraphModule) -> list[fx.Node]:
