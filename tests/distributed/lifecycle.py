@@ -388,10 +388,12 @@ def check_weight_averaging() -> None:
     """An average of the weights, used in validation, saved, resumed and left in the module; shards are averaged too."""
     make_callback = lambda: EMAWeightAveraging(decay=0.8)  # noqa: E731
     theirs = fit_case("ddp", "smooth", callbacks=[make_callback()], max_epochs=3)
-    for kind, options in (("ddp", {}), ("zero3", {}), ("zero3", {"state_dict_type": "sharded"})):
-        ours = fit_case(thunder(kind, **options), "smooth", callbacks=[make_callback()], max_epochs=3)
+    for kind in ("ddp", "zero3"):
+        ours = fit_case(thunder(kind), "smooth", callbacks=[make_callback()], max_epochs=3)
         torch.testing.assert_close(dict(ours.module.state_dict()), dict(theirs.module.state_dict()), **EXACT)
         torch.testing.assert_close(ours.metrics["val"], theirs.metrics["val"], **EXACT)
+    for kind, options in (("ddp", {}), ("zero3", {}), ("zero3", {"state_dict_type": "sharded"})):
+        options = {"compile": "off", **options}  # what is saved does not depend on it
         with _folder() as folder:
             saving = [make_callback(), ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)]
             strategy = thunder(kind, **options)
