@@ -5,10 +5,13 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import lightning_thunder_strategy as lts
 from tests.distributed.models import make, vectors
@@ -98,8 +101,15 @@ def check_inductor_equals_ddp() -> None:
 
 @contextmanager
 def _compile_cache_of_this_group() -> Iterator[None]:
-    """An empty folder for compiled programs, the same on all ranks."""
+    """A folder without compiled programs, the same on all ranks. It shares what Inductor finds out about the compiler
+    and its compiled headers with other tests: seconds of a compiler each."""
+    pick_vec_isa()  # this process remembers it
     folders = [tempfile.mkdtemp() if torch.distributed.get_rank() == 0 else None]
+    if folders[0]:
+        for name in ("precompiled_headers", "locks"):
+            shared = Path(cache_dir()) / name
+            shared.mkdir(parents=True, exist_ok=True)
+            (Path(folders[0]) / name).symlink_to(shared)
     torch.distributed.broadcast_object_list(folders)
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folders[0]
