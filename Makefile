@@ -51,11 +51,13 @@ opinfo: setup
 	$(BIN)/python -m tests.opinfo.sweep --dtypes float32 float64 bfloat16 --output build/opinfo-eager.json
 	$(BIN)/python -m tests.opinfo.sweep --executors inductor --ops $(INDUCTOR_OPS) --output build/opinfo-inductor.json
 
-# Our Triton kernels: values in Triton's interpreter, and compiled for GPUs; no GPU is needed
+# Our Triton kernels and Liger's: values in Triton's interpreter; ours compiled for GPUs too; no GPU is needed
 TRITON_VERSION ?= 3.9.0
+LIGER_VERSION ?= 0.8.5
 triton: setup
-	$(PIP) --no-deps --target build/triton/site triton==$(TRITON_VERSION)
-	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/build/triton/site $(BIN)/python -m pytest tests/executors/test_triton.py
+	$(PIP) --no-deps --target build/triton/site triton==$(TRITON_VERSION) liger-kernel==$(LIGER_VERSION)
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/build/triton/site $(BIN)/python -m pytest tests/executors/test_triton.py \
+		tests/executors/test_liger.py
 	PYTHONPATH=$(CURDIR)/build/triton/site $(BIN)/python -m tests.executors.compile_kernels
 
 # FUZZ_EXAMPLES random examples for each property; make test runs a few, always the same.

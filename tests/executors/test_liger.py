@@ -66,6 +66,17 @@ def interpreter(monkeypatch):
     monkeypatch.setattr(liger_kernel.ops.rms_norm, "rsqrt", lambda value: 1 / tl.sqrt(value))
 
 
+def skip_products_of_bfloat16(dtype):
+    if dtype == torch.bfloat16 and sys.modules.get(MODULE) is not liger_stand_in and interpreted():
+        pytest.skip("Triton's interpreter computes products of bfloat16 wrongly")
+
+
+def layouts():
+    """One is enough where torch computes, which takes any."""
+    in_torch = sys.modules.get(MODULE) is liger_stand_in
+    return ["transposed"] if in_torch else ["dense", "transposed", "sliced", "expanded"]
+
+
 def operators(compiled):
     """How often each operator of ours is in the forward."""
     names = ("rms_norm", "swiglu", "rope", "cross_entropy", "linear_cross_entropy")
@@ -77,14 +88,14 @@ def operators(compiled):
 def litgpt_model():
     from litgpt import GPT, Config
 
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 4, "n_query_groups": 2, "intermediate_size": 48}
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 4, "n_query_groups": 2, "intermediate_size": 48}
     return GPT(Config.from_name("Llama-3.2-1B", padded_vocab_size=64, block_size=16, **sizes))
 
 
 def hugging_face_model():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 64}
     return LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, use_cache=False, **sizes))
 
 
@@ -109,7 +120,7 @@ def test_what_is_taken_of_real_models(in_torch, name, kind):
             value = call(model, tokens, target)
         value.backward()
         found.append((value.detach(), [parameter.grad for parameter in model.parameters()]))
-    assert operators(compiled) == {"rms_norm": 5, "swiglu": 2, "rope": 4, "linear_cross_entropy": 1}
+    assert operators(compiled) == {"rms_norm": 3, "swiglu": 1, "rope": 2, "linear_cross_entropy": 1}
     tolerance = 1e-5 if kind == "float32" else 3e-2
     torch.testing.assert_close(found[0][0], found[1][0], rtol=tolerance, atol=tolerance)
     for one, other in zip(found[0][1], found[1][1]):
@@ -134,8 +145,9 @@ def gemma_norm(x, weight, eps=1e-5):
     return (output * (1.0 + weight.float())).type_as(x)
 
 
-def bare_norm(x, weight, eps=1e-5):
-    return (x.float() / torch.sqrt(x.float().square().mean(-1, keepdim=True) + eps)).to(x.dtype) + 0 * weight.sum()
+def bare_norm(x, eps=1e-5):
+    wide = x.float()
+    return (wide / torch.sqrt(eps + torch.square(wide).mean((-1,), True))).to(x.dtype)
 
 
 def own_norm(x, weight, eps=1e-5):
@@ -148,8 +160,9 @@ NORMS = [litgpt_norm, llama_norm, gemma_norm, own_norm]
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("norm", NORMS)
 def test_norms_are_those_of_float64(device, dtype, norm):
+    skip_products_of_bfloat16(dtype if norm is llama_norm else None)
     torch.manual_seed(0)
-    for layout in ("dense", "transposed", "sliced", "expanded"):
+    for layout in layouts():
         inputs = [reference.laid_out(shape, dtype, layout, device=device) for shape in ((3, 4, 10), (10,))]
         compiled = check(_in_float64(norm), inputs, LigerExecutor())
         assert claims(compiled, "liger") == TAKEN
@@ -191,16 +204,19 @@ def test_a_norm_without_weight(device):
     x = reference.laid_out((6, 8), torch.bfloat16, "dense", device=device)
     compiled = check(lambda x: F.rms_norm(x, (8,), eps=1e-5), [x], LigerExecutor())
     assert operators(compiled) == {"rms_norm": 1}
-    written = compiled_with(lambda x: bare_norm(x, torch.zeros((), device=x.device)), LigerExecutor())
-    torch.testing.assert_close(written(x), bare_norm(x, torch.zeros((), device=device)), rtol=1e-2, atol=1e-2)
+    written = compiled_with(bare_norm, LigerExecutor())
+    torch.testing.assert_close(written(x), bare_norm(x), rtol=1e-2, atol=1e-2)
+    written(x).sum().backward()
+    assert operators(written) == {"rms_norm": 1}
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("first", [True, False])
 def test_swiglu_is_that_of_float64(device, dtype, first):
+    skip_products_of_bfloat16(dtype)
     torch.manual_seed(0)
     function = lambda a, b: F.silu(a) * b if first else b * F.silu(a)  # noqa: E731
-    for layout in ("dense", "transposed", "sliced", "expanded"):
+    for layout in layouts():
         inputs = [reference.laid_out((3, 4, 10), dtype, layout, device=device) for _ in range(2)]
         compiled = check(function, inputs, LigerExecutor())
         assert claims(compiled, "liger") == TAKEN
@@ -230,9 +246,9 @@ def test_rotations_are_those_of_float64(device, layout, heads, batch):
     assert operators(compiled) == {"rope": 1}
 
 
-@pytest.mark.skipif(interpreted(), reason="Triton's interpreter computes products of bfloat16 wrongly")
 @pytest.mark.parametrize("dtype", TYPES[1:])
 def test_rotations_in_low_precision(device, dtype):
+    skip_products_of_bfloat16(dtype)
     torch.manual_seed(0)
     x = reference.laid_out((2, 3, 5, 6), dtype, "swapped", device=device)
     for angles in (torch.randn(2, 5, 3, device=device, dtype=dtype), torch.randn(2, 5, 3, device=device)):
@@ -252,7 +268,8 @@ def test_rotations_by_inputs_are_right_for_unequal_halves_too(device):
     half = torch.randn(2, 1, 5, 3, device=device)
     compiled = check(function, [x, *torch.cat((half, half), -1)], LigerExecutor())
     assert claims(compiled, "liger") == TAKEN
-    check(function, [x, *torch.randn(2, 1, 5, 6, device=device)], compiled=compiled)
+    for _ in range(2):  # often where the first ones were in memory
+        check(function, [x, *torch.randn(2, 1, 5, 6, device=device)], compiled=compiled)
 
 
 @pytest.mark.parametrize("dtype", TYPES[:2])
@@ -260,7 +277,7 @@ def test_rotations_by_inputs_are_right_for_unequal_halves_too(device):
 def test_losses_are_those_of_float64(device, dtype, reduction, ignored):
     torch.manual_seed(0)
     options = {"reduction": reduction, "ignore_index": ignored}
-    for layout in ("dense", "transposed", "sliced", "expanded"):
+    for layout in layouts():
         inputs = [reference.laid_out(shape, dtype, layout, device=device) for shape in ((11, 6), (9, 6), (9,))]
         target = targets_on_cpu(11, 9, ignored).to(device)
         compiled = check(lambda *args: loss(*args, **options), [*inputs, target], LigerExecutor(4))
@@ -304,7 +321,7 @@ def test_nothing_that_others_use_is_overwritten(device):
     found, expected = compiled(*inputs, target), function(*inputs, target)
     wanted = torch.autograd.grad(expected, inputs)
     for _ in range(2):
-        torch.testing.assert_close(torch.autograd.grad(found, inputs, retain_graph=True), wanted)
+        torch.testing.assert_close(torch.autograd.grad(found, inputs, retain_graph=True), wanted, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close([value.detach() for value in inputs], before, rtol=0, atol=0)
     assert operators(compiled) == {"rms_norm": 1, "swiglu": 1, "cross_entropy": 1}
 
@@ -325,3 +342,145 @@ def test_symbolic_sizes(device):
         torch._dynamo.mark_static(weight)
         check(function, [x, weight], compiled=compiled)
     assert operators(compiled) == {"rms_norm": 1, "rope": 1, "swiglu": 1}
+
+
+def halves_in_another_order(x, weight):
+    x, angles = x[None, None], x[None, :, :2].detach()
+    angles = torch.cat((angles, angles.flip(-1)), dim=-1)
+    return x * angles.cos().unsqueeze(1) + rotate_half(x) * angles.sin().unsqueeze(1)
+
+
+def interleaved(x, angles):
+    angles = torch.cat((angles, angles), dim=-1)
+    pairs = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    return x * angles.cos().unsqueeze(1) + pairs * angles.sin().unsqueeze(1)
+
+
+def edited_norm(x, weight):
+    wide = x.detach().float() * 1
+    scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    wide.mul_(2)
+    return (wide * scale * weight).to(x.dtype)
+
+
+def norm_of_an_edited_cast(x, weight):
+    wide = (x * 1).bfloat16().float()
+    wide.mul_(2)
+    return llama_norm(wide, weight)
+
+
+def norm_with_a_constant_scale(x, weight):
+    wide = x.float() * 1
+    with torch.no_grad():
+        scale = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return wide * scale * weight
+
+
+def norm_whose_scale_is_used(x, weight):
+    scale = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return x * scale * weight + scale
+
+
+DECLINED = {
+    "changed in place inside it (mul_)": edited_norm,
+    "the mode of autograd or autocast changes inside it": norm_with_a_constant_scale,
+    "a value inside it is used elsewhere too (": norm_whose_scale_is_used,
+    "it is computed in torch.bfloat16": lambda x, w: in_bfloat16(x, w),
+    "it takes torch.bfloat16 and gives torch.float32": lambda x, w: llama_norm(x.bfloat16(), w),
+    "it mixes types": lambda x, w: F.silu(x) * x.bfloat16(),
+    "its factors are [6, 4] and [4]": lambda x, w: F.silu(x) * w,
+    "it multiplies a SiLU with itself": lambda x, w: (lambda y: y * y)(F.silu(x)),
+    "its SiLU works in place": lambda x, w: F.silu(x + 1, inplace=True) * x,
+    "and this is torch.float64": lambda x, w: F.silu(x.double()) * x.double(),
+    "does not show that its two halves are equal": halves_in_another_order,
+    "it takes [batch, heads, tokens, features]": lambda x, w: rotate(x, x[:, :2].detach())[0],
+    "label_smoothing=0.1": lambda x, w: F.cross_entropy(x, x[:, 0].long() * 0, label_smoothing=0.1),
+}  # fmt: skip
+
+
+def in_bfloat16(x, weight):
+    x, weight = x.bfloat16(), weight.bfloat16()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * weight
+
+
+@pytest.mark.parametrize("reason", DECLINED)
+def test_what_is_declined_runs_as_before_with_the_reason_in_the_report(in_torch, reason):
+    inputs = [reference.laid_out(shape, torch.float32, "dense") for shape in ((6, 4), (4,))]
+    compiled = compiled_with(DECLINED[reason], LigerExecutor())
+    torch.testing.assert_close(compiled(*inputs), DECLINED[reason](*inputs), rtol=0, atol=0)
+    reasons = [found for accepted, found in claims(compiled, "liger") if not accepted]
+    assert any(reason in found for found in reasons), claims(compiled, "liger")
+
+
+def test_an_edit_of_a_cast_is_not_lost(in_torch):
+    inputs = [reference.laid_out(shape, torch.float32, "dense") for shape in ((6, 4), (4,))]
+    compiled = compiled_with(norm_of_an_edited_cast, LigerExecutor())
+    torch.testing.assert_close(compiled(*inputs), norm_of_an_edited_cast(*inputs), rtol=1e-6, atol=1e-6)
+    assert claims(compiled, "liger") == TAKEN
+
+
+def test_other_rotations_are_none(in_torch):
+    x, angles = torch.randn(2, 3, 5, 6), torch.randn(2, 5, 3)
+    compiled = compiled_with(interleaved, LigerExecutor())
+    torch.testing.assert_close(compiled(x, angles), interleaved(x, angles), rtol=0, atol=0)
+    assert claims(compiled, "liger") == []
+
+
+SECOND = {
+    "liger_rms_norm": lambda x: own_norm(x, None),
+    "liger_swiglu": lambda x: F.silu(x) * x.cos(),
+    "liger_rope": lambda x: rotate(x[None, None], x[None, :, :2].detach()).square(),
+    "liger_cross_entropy": lambda x: F.cross_entropy(x, torch.zeros(6, dtype=torch.long)),
+}
+
+
+@pytest.mark.parametrize("name", SECOND)
+def test_a_gradient_of_a_gradient_is_never_computed_from_constants(in_torch, name):
+    """A penalty on the gradient: the program runs eagerly, with the reason, and equals eager."""
+
+    def function(x):
+        value = SECOND[name](x).sum()
+        (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+        return value + gradient.square().sum()
+
+    found = []
+    for call in (lts.compile(function, executors=[LigerExecutor(), "eager"]), function):
+        torch.manual_seed(0)
+        x = reference.laid_out((6, 4), torch.float32, "dense")
+        context = contextlib.nullcontext() if call is function else pytest.warns(lts.CompileWarning, match=name)
+        with context:
+            call(x).backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.skipif(import_problem("liger_kernel.ops") is None, reason="Liger is installed")
+def test_where_it_is_missing_the_install_command_is_named(monkeypatch):
+    monkeypatch.setattr(
+        "lightning_thunder_strategy.executors.liger.import_problem",
+        lambda module: None if module == "triton" else import_problem(module),
+    )
+    message = (
+        "'liger' cannot run here: The package 'liger_kernel' is not installed.*"
+        "liger: not available: The package 'liger_kernel' is not installed. To install: pip install 'liger-kernel>=0.8'"
+    )
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        lts.compile(F.silu, executors=["liger"])
+
+
+def test_versions_that_are_too_old_and_a_missing_gpu_are_named(monkeypatch):
+    monkeypatch.setattr("lightning_thunder_strategy.executors.liger.import_problem", lambda module: None)
+    monkeypatch.setattr(LigerExecutor, "version", lambda self: "0.7.1")
+    assert LigerExecutor().unavailable() == "liger-kernel 0.7.1 is too old: 0.8 or newer is needed."
+    assert LigerExecutor().install_command() == "pip install 'liger-kernel>=0.8'"
+    monkeypatch.setattr(LigerExecutor, "version", lambda self: "0.8.5")
+    monkeypatch.setattr("lightning_thunder_strategy.executors.liger.gpu_problem", lambda capability: "No GPU.")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    assert (LigerExecutor().unavailable(), LigerExecutor().install_command()) == ("No GPU.", "")
+    assert "0.8.5" in LigerExecutor().cache_key()
+
+
+@pytest.mark.parametrize("rows", [0, True, 2.5])
+def test_bad_chunks_are_refused(rows):
+    with pytest.raises(ValueError, match="chunk_rows=.* is not allowed: give 1 or more"):
+        LigerExecutor(rows)

@@ -25,6 +25,12 @@ laid_out = functools.partial(reference.laid_out, device=DEVICE)
 TYPES = [torch.float32, torch.bfloat16]
 
 
+def written_norm(x, weight):
+    wide = x.float()
+    mean = torch.mean(wide * wide, dim=-1, keepdim=True)
+    return (wide * torch.rsqrt(mean + 1e-5) * weight.float()).to(dtype=x.dtype)
+
+
 def targets(*args, **options):
     return targets_on_cpu(*args, **options).to(DEVICE)
 
@@ -96,6 +102,15 @@ def test_rms_norm_of_other_sizes(shape):
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_norm_that_is_written_out(dtype):
+    x, weight = laid_out((5, 8), dtype, "dense"), laid_out((8,), dtype, "dense")
+    compiled = compiled_with(written_norm, TritonExecutor())
+    check(lambda x, w: F.rms_norm(x, (8,), w, 1e-5), [x, weight], compiled=compiled)
+    assert claims(compiled, "triton") == TAKEN
+
+
+@pytest.mark.skipif(not HERE or not interpreted(), reason="needs Triton's interpreter: make triton")
 def test_torchs_own_samples_of_rms_norm():
     (op,) = sweep.operators(["nn.functional.rms_norm"])
     outcome = sweep.check(op, torch.float32, [TritonExecutor()], samples=20)

@@ -3,6 +3,7 @@
 from typing import Any, Optional
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_thunder_strategy.executors.linear_cross_entropy import (
     arguments,
@@ -11,7 +12,7 @@ from lightning_thunder_strategy.executors.linear_cross_entropy import (
     refuse_second_derivative,
 )
 
-_equal_halves: dict[tuple, bool] = {}
+_equal_halves: dict[tuple, tuple[StorageWeakRef, bool]] = {}
 _MOST_REMEMBERED = 256
 
 
@@ -200,15 +201,17 @@ def liger_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, known: boo
 
 def _halves_are_equal(value: torch.Tensor) -> bool:
     """Looked up after the first time, so that steps do not wait for the GPU; unknown while CUDA graphs are captured."""
-    key = (value.data_ptr(), value._version, tuple(value.shape), value.stride(), value.dtype, value.device)
+    storage = StorageWeakRef(value.untyped_storage())  # no other storage gets its address while the entry is there
+    place = (storage.cdata, value.storage_offset(), value._version)
+    key = (*place, tuple(value.shape), value.stride(), value.dtype)
     if key not in _equal_halves:
         if value.is_cuda and torch.cuda.is_current_stream_capturing():
             return False
         if len(_equal_halves) >= _MOST_REMEMBERED:
             _equal_halves.clear()
         left, right = value.chunk(2, -1)
-        _equal_halves[key] = bool(torch.equal(left, right))
-    return _equal_halves[key]
+        _equal_halves[key] = (storage, torch.equal(left, right))
+    return _equal_halves[key][1]
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:

@@ -137,10 +137,10 @@ def _weighted(node: fx.Node) -> Optional[_Parts]:
             continue
         covers = list(found.covers)
         covers += [normalized] if source is None else [source, normalized]
-        wide = cast_source(weight)
-        if wide is not None and tensor_of(wide).dim() == 1 and value.dtype == torch.float32:  # type: ignore
-            covers += [weight] if len(weight.users) == 1 else []
-            weight = wide
+        narrow = cast_source(weight)
+        if narrow is not None and len(weight.users) == 1 and value.dtype == torch.float32:
+            covers += [weight]
+            weight = narrow
         product = tensor_of(normalized).dtype  # type: ignore[union-attr]
         return _Parts(found.x, found.eps, weight, found.computed, product, tuple(covers))
     return None
@@ -166,8 +166,9 @@ def _normalization(node: Any) -> Optional[_Parts]:
                 continue
             covers = [square, mean, total, factor]
             source = cast_source(x)
-            if source is not None:
-                covers += [x] if all(user in (square, node) for user in x.users) else []
+            if source is not None and not all(user in (square, node) for user in x.users):
+                source = None  # it may also be edited
+            covers += [] if source is None else [x]
             dtype = tensor_of(node).dtype  # type: ignore[union-attr]
             return _Parts(source if source is not None else x, eps, None, dtype, dtype, tuple(covers))
     return None
