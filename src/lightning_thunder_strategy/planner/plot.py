@@ -24,19 +24,20 @@ def draw(plan: "Plan", path: Path) -> Path:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     memory = plan.memory
+    unit, name = (2**30, "GiB") if memory.peak >= 2**30 else (2**20, "MiB")
     start = 0
     for phase, color in _COLORS.items():
-        sizes = [point.bytes / 2**30 for point in memory.timeline if point.phase == phase]
+        sizes = [point.bytes / unit for point in memory.timeline if point.phase == phase]
         axes.fill_between(range(start, start + len(sizes)), sizes, step="mid", color=color, alpha=0.6, label=phase)
         if len(sizes) == 1:
             axes.bar(start, sizes, color=color, alpha=0.6)
         start += len(sizes)
-    held = (memory.parameters + memory.buffers + memory.batch + memory.optimizer) / 2**30
+    held = (memory.parameters + memory.buffers + memory.batch + memory.optimizer) / unit
     axes.axhline(held, color="black", linestyle=":", label="parameters, optimizer state, buffers, batch")
     if memory.peak > 0.5 * plan.capacity:
-        axes.axhline(plan.capacity / 2**30, color="tab:red", label=f"memory of {plan.gpu}")
-    axes.set(xlabel="kernels of the step, in order", ylabel="GiB", ylim=(0, None))
-    axes.set_title(f"{plan.module}, {plan.strategy}, rank 0 of {plan.devices}: peak {memory.peak / 2**30:.2f} GiB")
+        axes.axhline(plan.capacity / unit, color="tab:red", label=f"memory of {plan.gpu}")
+    axes.set(xlabel="kernels of the step, in order", ylabel=name, ylim=(0, 1.3 * memory.peak / unit))
+    axes.set_title(f"{plan.module}, {plan.strategy}, rank 0 of {plan.devices}: peak {memory.peak / unit:.2f} {name}")
     axes.legend(loc="upper right")
     figure.savefig(path, dpi=100)
     return path
