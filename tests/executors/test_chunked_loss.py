@@ -237,3 +237,16 @@ def test_a_gradient_of_a_gradient_is_never_computed_from_constants():
         found.append((x.grad, head.weight.grad))
         head.weight.grad = None
     torch.testing.assert_close(*found)
+
+
+def test_an_input_that_is_edited_before_the_loss_is_not_read_late():
+    def function(x, weight, target):
+        x = x * 1
+        logits = F.linear(x, weight)
+        x.mul_(3)
+        return F.cross_entropy(logits, target) + x.sum()
+
+    inputs = [laid_out(size, torch.float32, "dense", requires_grad=False) for size in ((6, 4), (7, 4))]
+    compiled = compiled_with(function, ChunkedLossExecutor(4))
+    torch.testing.assert_close(compiled(*inputs, targets(6, 7)), function(*inputs, targets(6, 7)))
+    assert claims(compiled, "chunked_loss") == [(False, "values may be changed in place inside it (mul_)")]

@@ -16,6 +16,7 @@ from torch import fx
 
 from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.executors.base import Replacement
+from lightning_thunder_strategy.executors.pattern_parts import change_between
 from lightning_thunder_strategy.executors.registered import is_call_of
 
 _SIGNATURE = inspect.signature(F.cross_entropy)
@@ -65,6 +66,9 @@ def find(node: fx.Node, function: Callable, *options: Any) -> Union[Replacement,
     if used is not None:
         others = sorted({str(user.target) for user in used.users if user not in (*path, node)})
         return f"the logits are used elsewhere too ({', '.join(others)})"
+    edited = change_between(node, path, modes=False)
+    if edited is not None:
+        return edited
     x, weight, bias = (*current.args, *([None] * (3 - len(current.args))))
     weight, bias = current.kwargs.get("weight", weight), current.kwargs.get("bias", bias)
     logits = node_value(current)

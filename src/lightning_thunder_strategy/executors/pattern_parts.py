@@ -65,7 +65,18 @@ def obstacle(node: fx.Node, covers: Iterable[fx.Node]) -> Optional[str]:
         others = sorted({str(user.target) for user in item.users if user not in own})
         if others:
             return f"a value inside it is used elsewhere too ({', '.join(others)})"
-    left = own - {node}
+    return change_between(node, own - {node})
+
+
+def change_between(node: fx.Node, covers: Iterable[fx.Node], modes: bool = True) -> Optional[str]:
+    """Which operation of others, among those of a pattern, may change what it reads, in a sentence, or ``None``.
+
+    Args:
+        node: The last operation of the pattern.
+        covers: The ones before it.
+        modes: Whether switches of autograd and autocast count.
+    """
+    left, own = set(covers), {node, *covers}
     current = node
     while left:
         current = current.prev
@@ -73,8 +84,9 @@ def obstacle(node: fx.Node, covers: Iterable[fx.Node]) -> Optional[str]:
         if left and current not in own:
             name = current.target if isinstance(current.target, str) else getattr(current.target, "__name__", "")
             if name in _STATE:
-                return f"the mode of autograd or autocast changes inside it ({name})"
-            if _may_edit(current, name):
+                if modes:
+                    return f"the mode of autograd or autocast changes inside it ({name})"
+            elif _may_edit(current, name):
                 return f"values may be changed in place inside it ({name})"
     return None
 
