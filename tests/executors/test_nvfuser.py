@@ -341,16 +341,18 @@ def test_on_a_gpu_a_mixed_set_names_the_executor_of_each_line():
 
     def function(x):
         y = blocks(x).unflatten(-1, (4, 16)).transpose(1, 2)
-        y = F.scaled_dot_product_attention(y, y, y, is_causal=True)
+        y = y.bfloat16()  # FlashAttention takes no float32
+        y = F.scaled_dot_product_attention(y, y, y, is_causal=True).float()
         return blocks(x + y.transpose(1, 2).flatten(2)).cumsum(1)
 
     compiled = compiled_with(function, "sdpa", "nvfuser", "inductor")
     x = torch.randn(2, 16, 64, device="cuda", requires_grad=True)
     result = compiled(x)
-    torch.testing.assert_close(result, function(x), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(result, function(x), rtol=2e-2, atol=2e-2)
     result.sum().backward()
     text = "\n".join(str(trace) for trace in lts.traces(compiled)[0][-2:])
-    assert {", nvfuser", ", inductor", "sdpa"} <= {name for name in (", nvfuser", ", inductor", "sdpa") if name in text}
+    assert ", nvfuser" in text and ", inductor" in text
+    assert any(accepted for accepted, _ in claims(compiled, "sdpa"))
     assert not compiled.record.all_fallbacks()
 
 
