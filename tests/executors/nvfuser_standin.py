@@ -285,6 +285,8 @@ class FusionDefinition:
                 assert given.dtype == value.torch_dtype and given.dim() == value.ndim
                 if all(self.static):
                     assert list(given.shape) == value.sizes
+            else:  # nvFuser refuses numbers of another type
+                assert isinstance(given, float) == value.torch_dtype.is_floating_point, (given, value.torch_dtype)
             known[value] = given
 
         def get(value: Value) -> Any:

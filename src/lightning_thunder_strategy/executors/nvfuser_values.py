@@ -41,8 +41,10 @@ class Translation:
         if not isinstance(value, fx.Node):
             return value
         if value not in self._values:
-            assert not isinstance(node_value(value), torch.Tensor), f"{value} is not computed yet"
-            self._values[value] = self._fusion.define_scalar(None, dtype=self._types.Int)
+            number = node_value(value)
+            assert not isinstance(number, torch.Tensor), f"{value} is not computed yet"
+            kind = "Double" if isinstance(number, (float, torch.SymFloat)) else "Int"
+            self._values[value] = self._fusion.define_scalar(None, dtype=getattr(self._types, kind))
             self.integers.append(value)
         return self._values[value]
 
