@@ -72,13 +72,21 @@ def group_ranks(name: str) -> list[int]:
     return sorted(torch.distributed.get_process_group_ranks(_resolve_process_group(name)))  # type: ignore[arg-type]
 
 
-def group_text(name: str) -> str:
-    """The members of a group, counted from its first: the same on all ranks for the groups of one mesh dimension."""
+def group_named(name: str) -> "Optional[torch.distributed.ProcessGroup]":
+    """The process group that has this name now; later groups may have it again."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     try:
-        ranks = sorted(torch.distributed.get_process_group_ranks(_resolve_process_group(name)))  # type: ignore[arg-type]
+        return _resolve_process_group(name)  # type: ignore[arg-type]
     except (RuntimeError, ValueError, KeyError):
+        return None
+
+
+def group_text(name: str) -> str:
+    """The members of a group, counted from its first: the same on all ranks for the groups of one mesh dimension."""
+    group = group_named(name)
+    if group is None:
         return name
+    ranks = sorted(torch.distributed.get_process_group_ranks(group))
     steps = {b - a for a, b in zip(ranks, ranks[1:])}
     return f"{len(ranks)}x{steps.pop()}" if len(steps) == 1 else ",".join(str(rank - ranks[0]) for rank in ranks)

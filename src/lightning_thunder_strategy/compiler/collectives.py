@@ -1,17 +1,19 @@
 """Counts the collectives in a program, and gives the fingerprint by which ranks compare their programs."""
 
 import hashlib
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed import ProcessGroup
 
 from lightning_thunder_strategy.compiler import _torch_compat
 from lightning_thunder_strategy.compiler.emit import node_value
 
-_VARYING: set[str] = set()  # names of groups in which activations are communicated
+_VARYING: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()  # groups in which activations are communicated
 
 _GATHERING = ("all_gather_into_tensor", "all_gather_into_tensor_coalesced")
 
@@ -31,7 +33,7 @@ class Collective:
     bytes: int
 
 
-def sizes_vary_in(group: str) -> None:
+def sizes_vary_in(group: ProcessGroup) -> None:
     """Say that a group communicates activations, whose sizes may differ from those that other groups communicate."""
     _VARYING.add(group)
 
@@ -74,7 +76,8 @@ def sequence(graphs: Iterable[fx.Graph]) -> list[str]:
             group = _torch_compat.group_text(str(node.args[-1]))
             # Shards of which several groups reduce one each may differ in size between the groups.
             shards = _collective_name(node) == "all_reduce" and not group.endswith("x1")
-            size = " activations" if str(node.args[-1]) in _VARYING else " shards" if shards else ""
+            varying = _torch_compat.group_named(str(node.args[-1])) in _VARYING
+            size = " activations" if varying else " shards" if shards else ""
             shapes = " ".join(f"{v.dtype}{size or list(v.shape)}" for v in values if isinstance(v, torch.Tensor))
             rest = [str(arg) for arg in node.args[1:-1] if isinstance(arg, (int, str))]
             rest.append(group)

@@ -104,7 +104,7 @@ class Engine:
         if self.tensor.parallel:
             self.tensor = dataclasses.replace(self.tensor, size=self.tensor.on(on_node))
             mesh = tensor_mesh(device.type, self.tensor.on(on_node))
-            sizes_vary_in(mesh.get_group("tensor").group_name)
+            sizes_vary_in(mesh.get_group("tensor"))
             self.scheme = TensorParallel(mesh, spread=self.parallelism != "tp")
         else:
             mesh = data_mesh(device.type, self.replicas)
