@@ -63,3 +63,53 @@ def test_help_names_every_option(capsys) -> None:
     printed = capsys.readouterr().out
     for option in ("--devices", "--devices-per-node", "--gpu", "--interconnect", "--efficiency", "--png", "--json"):
         assert option in printed
+
+
+CLI = """
+from lightning.pytorch.cli import LightningCLI
+from torch import nn
+from torch.utils.data import DataLoader
+import lightning_thunder_strategy
+from tests.distributed.planned import Small, batch_of
+
+
+class Tied(Small):
+    def __init__(self):
+        super().__init__()
+        weight = nn.Parameter(next(self.parameters()).new_empty(64, 32))
+        self.one, self.other = nn.Linear(32, 64, bias=False), nn.Linear(32, 64, bias=False)
+        self.one.weight = weight
+        self.other.weight = weight
+
+    def setup(self, stage):
+        if FAILS:
+            raise ValueError("the data folder is missing")
+
+    def train_dataloader(self):
+        return DataLoader([batch_of()] * 2, batch_size=None)
+
+
+options = {"strategy": "thunder_fsdp", "accelerator": "cpu", "logger": "false"}
+LightningCLI(Tied, args=["fit", *(f"--trainer.{key}={value}" for key, value in options.items())])
+"""
+
+
+def test_a_lightning_cli_is_planned_and_nothing_is_written(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "main.py"
+    sizes = []
+    for tied in (True, True, False):
+        text = CLI.replace("FAILS", "False")
+        script.write_text(text if tied else text.replace("self.other.weight = weight", "pass"))
+        assert main(["plan", "--devices", "2", "--json", "plan.json", "--", str(script)]) == 0, capsys.readouterr().err
+        sizes.append(json.loads((tmp_path / "plan.json").read_text())["memory"]["parameters"])
+    assert sizes[0] == sizes[1] and sizes[2] - sizes[0] == 64 * 32 * 4 // 2
+    assert {path.name for path in tmp_path.iterdir()} <= {"main.py", "plan.json", "__pycache__"}
+
+
+def test_an_error_of_the_program_is_what_is_said(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "main.py"
+    script.write_text(CLI.replace("FAILS", "True"))
+    assert main(["plan", "--devices", "2", "--", str(script)]) == 1
+    assert _one_line(capsys.readouterr().err, "the data folder is missing")

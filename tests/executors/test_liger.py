@@ -419,6 +419,79 @@ def test_an_edit_of_a_cast_is_not_lost(in_torch):
     assert claims(compiled, "liger") == TAKEN
 
 
+@torch.library.custom_op("lts_tests::double_it", mutates_args=("x",))
+def double_it(x: torch.Tensor) -> None:
+    x.mul_(2)
+
+
+def _edited_by_an_operator(gate, up):
+    value = F.silu(gate)
+    double_it(value)
+    return value * up
+
+
+def _edited_by_position(gate, up):
+    value = F.silu(gate * 1)
+    F.relu(value, True)
+    return value * up
+
+
+@pytest.mark.parametrize("function", [_edited_by_an_operator, _edited_by_position])
+def test_edits_by_operators_and_by_position_are_seen(in_torch, function):
+    torch.manual_seed(0)
+    compiled = compiled_with(function, LigerExecutor())
+    gate, up = torch.randn(3, 4), torch.randn(3, 4)
+    torch.testing.assert_close(compiled(gate, up), function(gate, up))
+    assert claims(compiled, "liger") != TAKEN
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_without_eps_takes_that_of_its_computation(in_torch, dtype):
+    torch.manual_seed(0)
+    x = (0.05 * torch.randn(3, 8)).to(dtype)
+    compiled = compiled_with(lambda x: F.rms_norm(x, (8,)), LigerExecutor())
+    torch.testing.assert_close(compiled(x), F.rms_norm(x, (8,)))
+    assert claims(compiled, "liger") == TAKEN
+
+
+def test_tables_that_are_edited_after_they_were_put_together(in_torch):
+    def function(x, angles):
+        both = torch.cat((angles, angles), -1)
+        cos, sin = both.cos(), both.sin()
+        cos[..., 3:] = 1
+        sin[..., 3:] = 0
+        return x * cos + rotate_half(x) * sin
+
+    torch.manual_seed(0)
+    x, angles = torch.randn(2, 3, 5, 6), torch.randn(1, 1, 5, 3)
+    torch.testing.assert_close(compiled_with(function, LigerExecutor())(x, angles), function(x, angles))
+
+
+def test_rotations_in_inference_mode_and_views_of_their_results(in_torch):
+    def function(x, cos, sin):
+        return (x * cos + rotate_half(x) * sin).view(6, 5, 6)
+
+    torch.manual_seed(0)
+    half = torch.randn(1, 1, 5, 3)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            x, table = torch.randn(2, 3, 5, 6), torch.cat((half, half), -1)
+            compiled = compiled_with(function, LigerExecutor())
+            torch.testing.assert_close(compiled(x, table, table), function(x, table, table))
+            assert claims(compiled, "liger") == TAKEN
+
+
+@pytest.mark.parametrize("layout", ["expanded", "part"])
+def test_the_backward_of_rotations_by_views_of_tables(device, layout):
+    torch.manual_seed(0)
+    half = torch.randn(2, 1, 9, 3, device=device)
+    table = torch.cat((half, half), -1)
+    table = table[:1, :, :5].expand(2, 1, 5, 6) if layout == "expanded" else table[:, :, :5]
+    x = reference.laid_out((2, 3, 5, 6), torch.float32, "dense", device=device)
+    compiled = check(lambda x, t: x * t + rotate_half(x) * t, [x, table], LigerExecutor())
+    assert claims(compiled, "liger") == TAKEN
+
+
 def test_other_rotations_are_none(in_torch):
     x, angles = torch.randn(2, 3, 5, 6), torch.randn(2, 5, 3)
     compiled = compiled_with(interleaved, LigerExecutor())

@@ -13,6 +13,7 @@ from typing import Any, Optional, get_args
 
 import lightning.pytorch as pl
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.cli import SaveConfigCallback
 
 from lightning_thunder_strategy.planner import plot
 from lightning_thunder_strategy.planner.capture import capture
@@ -141,7 +142,14 @@ def _kept(callbacks: Any) -> Optional[list[Any]]:
     if callbacks is None:
         return None
     listed = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-    writing = (pl.callbacks.Checkpoint, pl.callbacks.LearningRateMonitor, pl.callbacks.DeviceStatsMonitor)
+    averaging = [item for item in listed if isinstance(item, pl.callbacks.WeightAveraging)]
+    if averaging:
+        raise PlanError(
+            f"{type(averaging[0]).__name__} keeps a second model, which a plan does not know: leave it out."
+        )
+    writing = (
+        pl.callbacks.Checkpoint, pl.callbacks.LearningRateMonitor, pl.callbacks.DeviceStatsMonitor, SaveConfigCallback,
+    )  # fmt: skip
     return [item for item in listed if not isinstance(item, (*writing, pl.callbacks.ProgressBar))]
 
 

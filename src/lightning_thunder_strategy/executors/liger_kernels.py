@@ -101,7 +101,8 @@ def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) 
         unused = torch.zeros_like(x[:, :, :1])  # Liger rotates queries and keys together
         function = _rope_backward if backward else _rope_forward
         with _on(x):
-            function(result.transpose(1, 2), unused.transpose(1, 2), cos.to(wide), sin.to(wide))
+            tables = (value.to(wide).contiguous() for value in (cos, sin))  # its backward takes no others
+            function(result.transpose(1, 2), unused.transpose(1, 2), *tables)
     return result
 
 

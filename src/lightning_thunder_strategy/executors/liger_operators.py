@@ -196,13 +196,14 @@ _rope.register_autograd(_backward_of_rope, setup_context=_setup_rope)
 def liger_rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, known: bool, result: torch.dtype) -> torch.Tensor:
     """``x * cos + rotate_half(x) * sin``; see :mod:`~lightning_thunder_strategy.executors.rope_pattern`."""
     rows = x.to(result).transpose(1, 2).contiguous()
-    return _rope(rows, cos.squeeze(1), sin.squeeze(1), known, False).transpose(1, 2)
+    turned = _rope(rows, cos.squeeze(1), sin.squeeze(1), known, False).transpose(1, 2)
+    return turned.contiguous() if x.is_contiguous() else turned  # as the sum that it stands for
 
 
 def _halves_are_equal(value: torch.Tensor) -> bool:
     """Looked up after the first time, so that steps do not wait for the GPU; unknown while CUDA graphs are captured."""
     storage = StorageWeakRef(value.untyped_storage())  # no other storage gets its address while the entry is there
-    place = (storage.cdata, value.storage_offset(), value._version)
+    place = (storage.cdata, value.storage_offset(), None if value.is_inference() else value._version)
     key = (*place, tuple(value.shape), value.stride(), value.dtype)
     if key not in _equal_halves:
         if value.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -94,6 +94,15 @@ def change_between(node: fx.Node, covers: Iterable[fx.Node], modes: bool = True)
 def _may_edit(node: fx.Node, name: str) -> bool:
     if node.op not in ("call_method", "call_function"):
         return False
+    target: Any = node.target
+    overloads = [target] if isinstance(target, torch._ops.OpOverload) else []
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        overloads = [getattr(target, item) for item in target.overloads()]
+    overloads += [target._opoverload] if hasattr(target, "_opoverload") else []  # of torch.library.custom_op
+    if any(overload._schema.is_mutable for overload in overloads):
+        return True
+    if node.op == "call_function" and getattr(torch.nn.functional, name, None) and True in node.args[1:]:
+        return True  # some of them take `inplace` by position
     plain = name.rstrip("_") != name and not name.endswith("__")
     in_place_operator = name in ("setitem", "__setitem__") or (
         getattr(node.target, "__module__", "") == "_operator" and name.startswith("i") and name[1:] in _IN_PLACE

@@ -79,7 +79,8 @@ def _of_call(node: fx.Node) -> Union[RmsNorm, str]:
     types = {value.dtype, result.dtype, *([] if weight is None else [tensor_of(weight).dtype])}  # type: ignore
     if len(types) != 1:
         return f"it mixes types: {', '.join(sorted(map(str, types)))}"
-    return RmsNorm(x, weight, torch.finfo(value.dtype).eps if eps is None else eps, "end", ())
+    computed = torch.promote_types(value.dtype, torch.float32)  # whose eps torch takes
+    return RmsNorm(x, weight, torch.finfo(computed).eps if eps is None else eps, "end", ())
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def _weighted(node: fx.Node) -> Optional[_Parts]:
         return None
     for normalized, weight in operands(node):
         value = tensor_of(weight)
-        if value is None or value.dim() != 1 or not value.is_floating_point():
+        if value is None or weight is normalized or value.dim() != 1 or not value.is_floating_point():
             continue
         source = cast_source(normalized)
         found = _normalization(normalized if source is None else source)
@@ -165,6 +166,8 @@ def _normalization(node: Any) -> Optional[_Parts]:
             if square is None or not _is_square_of(square, x) or tensor_of(x) is None:
                 continue
             covers = [square, mean, total, factor]
+            if len({tensor_of(item).dtype for item in (*covers, node)}) != 1:  # type: ignore[union-attr]
+                continue  # a part of it is rounded, as under autocast
             source = cast_source(x)
             if source is not None and not all(user in (square, node) for user in x.users):
                 source = None  # it may also be edited

@@ -11,7 +11,14 @@ from typing import Any, Optional, Union
 import torch
 from torch import fx
 
-from lightning_thunder_strategy.executors.pattern_parts import cast_source, is_op, obstacle, operands, tensor_of
+from lightning_thunder_strategy.executors.pattern_parts import (
+    cast_source,
+    change_between,
+    is_op,
+    obstacle,
+    operands,
+    tensor_of,
+)
 
 _VIEWS = ("unsqueeze", "view", "expand", "squeeze")
 _ELEMENTWISE = ("cos", "sin", "contiguous", "float", "to", "mul", "clone")
@@ -70,7 +77,15 @@ def find_rope(node: fx.Node) -> Union[Rope, str]:
     if None in kinds:
         return "how cos or sin is computed does not show that its two halves are equal"
     problem = obstacle(node, found.covers)
-    return problem or Rope(found.x, found.cos, found.sin, kinds == {"equal"}, found.covers)
+    known = kinds == {"equal"} and change_between(node, {_cat(found.cos), _cat(found.sin)}, modes=False) is None
+    return problem or Rope(found.x, found.cos, found.sin, known, found.covers)
+
+
+def _cat(node: Any) -> fx.Node:
+    """Where the halves are put together."""
+    while not is_op(node, "cat"):
+        node = node.args[0]
+    return node
 
 
 def _fits(shape: Any, wanted: list[tuple[str, ...]]) -> bool:

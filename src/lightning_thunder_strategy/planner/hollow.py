@@ -46,7 +46,9 @@ def meta_parameters() -> Iterator[None]:
     def register_parameter(self: nn.Module, name: str, param: Optional[nn.Parameter]) -> None:
         register(self, name, param)
         if param is not None and not param.is_meta and not isinstance(param, DTensor):
-            self._parameters[name] = _meta(param)
+            if "_lts_meta" not in param.__dict__:
+                param._lts_meta = _meta(param)  # type: ignore[attr-defined] - one for all modules that share it
+            self._parameters[name] = param._lts_meta  # type: ignore[attr-defined]
 
     nn.Module.register_parameter = register_parameter  # type: ignore[method-assign]
     try:

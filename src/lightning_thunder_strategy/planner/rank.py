@@ -71,6 +71,11 @@ class PlannedEngine(LoneEngine):
         return replaced
 
     @override
+    def release_module(self, module: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
+        make_hollow(module)  # Lightning moves it after this, and an error of the program came first
+        return super().release_module(module)
+
+    @override
     def pipeline(self, modules: Mapping[str, nn.Module], fullgraph: bool, mode: Optional[Mode] = None) -> Pipeline:
         pipeline = super().pipeline(modules, fullgraph, mode)
         pipeline.config = dataclasses.replace(pipeline.config, on_error="raise")
