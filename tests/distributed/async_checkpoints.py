@@ -1,17 +1,22 @@
 """Checks of checkpoints that two ranks write while they train."""
 
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+import lightning_thunder_strategy as lts
 from lightning_thunder_strategy.distributed import files
 from lightning_thunder_strategy.strategies import storage
+from lightning_thunder_strategy.strategies.background import BackgroundSaves
 from lightning_thunder_strategy.strategies.storage import CheckpointWriteError
 from tests.distributed import tensor
 from tests.distributed.checkpoints import (
@@ -112,3 +117,30 @@ def check_a_write_error_reaches_every_rank_at_the_next_save() -> None:
             torch.distributed.barrier()
             assert [path.name for path in folder.iterdir()] == ["epoch=0.ckpt"]
             assert _resume(uncompiled("zero3"), folder / "epoch=0.ckpt", "smooth").losses
+
+
+def check_a_copy_that_fails_on_one_rank_is_an_error_on_all() -> None:
+    saves = BackgroundSaves()
+    saves.open(timedelta(seconds=30), alone=False)
+    content = threading.Lock() if torch.distributed.get_rank() == 1 else torch.ones(2)
+    try:
+        saves.write(None, Path("x.ckpt"), content, lambda ranks, copied: None)  # type: ignore[arg-type]
+    except CheckpointWriteError as error:
+        assert "cannot be copied" in str(error)
+    else:
+        raise AssertionError("no error")
+    saves.close(failed=False)
+
+
+def check_processes_that_train_by_themselves_save_by_themselves() -> None:
+    """A strategy of one device does not ask other processes, also where there are some."""
+    if torch.distributed.get_rank() == 0:
+        return  # it does not train
+    with tempfile.TemporaryDirectory() as folder:
+        strategy = lts.ThunderStrategy(executors=["eager"], compile="off", async_save=True)
+        keeper = ModelCheckpoint(folder, every_n_train_steps=1)
+        module, data = make("mlp")
+        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_steps": 2}
+        trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=1, callbacks=[keeper], **options)
+        trainer.fit(module, loader(data))
+        assert Path(keeper.best_model_path).exists()

@@ -1,6 +1,8 @@
 """Checkpoints that are written while training goes on, on one process."""
 
+import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,11 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import AsyncCheckpointIO
 
 import lightning_thunder_strategy as lts
-from lightning_thunder_strategy.distributed import files
+from lightning_thunder_strategy.compiler.failures import ExecutorError, reported
+from lightning_thunder_strategy.distributed import files, last_words
 from lightning_thunder_strategy.distributed.snapshot import snapshot
 from lightning_thunder_strategy.strategies import storage
+from lightning_thunder_strategy.strategies.background import BackgroundSaves
 from lightning_thunder_strategy.strategies.storage import CheckpointWriteError
 from tests.properties.interrupted_writes import weights
 from tests.strategies.modules import Linear
@@ -224,3 +228,45 @@ def test_a_snapshot_keeps_shared_memory_views_and_types() -> None:
     copied["tied"][5] = 50
     assert copied["view"][0, 1] == 50, "they share memory as the originals do"
     assert copied["list"] == [torch.tensor(3), None, "text"]
+
+
+def test_a_snapshot_of_lazily_conjugated_values_has_their_values() -> None:
+    value = torch.tensor([1 + 2j, 3 - 4j])
+    state = {"conjugated": value.conj(), "negated": value.conj().imag}
+    copied = snapshot(state)
+    for key, expected in state.items():
+        torch.testing.assert_close(copied[key].resolve_conj().resolve_neg(), expected.resolve_conj().resolve_neg())
+
+
+def test_the_copy_goes_when_it_is_written(tmp_path: Path) -> None:
+    saves = BackgroundSaves()
+    saves.open(None, alone=True)
+    copies = []
+
+    def write(ranks: Any, content: Any) -> None:
+        copies.append(weakref.ref(content["weight"]))
+        storage.write_file(ranks, tmp_path / "x.ckpt", lambda file: torch.save(content, file))
+
+    saves.write(None, tmp_path / "x.ckpt", {"weight": torch.ones(3)}, write)  # type: ignore[arg-type]
+    assert saves._job is not None
+    saves._job.thread.join()
+    gc.collect()
+    assert copies[0]() is None and torch.load(tmp_path / "x.ckpt")["weight"].tolist() == [1, 1, 1]
+
+
+def test_slurm_starts_a_job_again_from_a_checkpoint_that_is_there(tmp_path: Path) -> None:
+    def save(trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
+        assert torch.load(tmp_path / "hpc_ckpt_1.ckpt")["global_step"] == trainer.global_step
+
+    fit("full", save)
+
+
+def test_a_failed_communication_inside_a_region_is_one() -> None:
+    def fails() -> None:
+        raise RuntimeError("[gloo/transport] Connection closed by peer")
+
+    with pytest.raises(ExecutorError) as caught:
+        reported(fails, "inductor", "region_0", lambda: None)()  # type: ignore[arg-type, return-value]
+    assert last_words._is_communication(caught.value)
+    assert not last_words._is_communication(ValueError("Connection closed by peer"))

@@ -170,8 +170,11 @@ def save_sharded(
         main: Whether this is rank zero.
         group: All ranks, for the communication of writing; by default the group that everything uses.
     """
+    # What is written in a thread is on the CPU; copying ahead would open a context on the first GPU.
+    ahead = {} if group is None else {"per_thread_copy_ahead": 0}
     with alone_or_together() as no_dist:
-        dcp.save(dict(state), checkpoint_id=folder, process_group=group, no_dist=no_dist)
+        writer = dcp.FileSystemWriter(folder, **ahead)
+        dcp.save(dict(state), storage_writer=writer, process_group=group, no_dist=no_dist)
     if main:
         torch.save(dict(metadata), folder / METADATA_FILENAME)
 

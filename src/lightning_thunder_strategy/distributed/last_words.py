@@ -10,6 +10,7 @@ from typing import Optional
 
 import torch
 
+from lightning_thunder_strategy.compiler.failures import ExecutorError
 from lightning_thunder_strategy.distributed import leftovers, liveness
 
 _PATIENCE = 5.0  # seconds to wait for what the others say
@@ -77,6 +78,8 @@ def _key(what: str, rank: int) -> str:
 
 def _is_communication(error: BaseException) -> bool:
     """Whether an error is one of the communication between ranks; ours name the ranks themselves."""
+    if isinstance(error, ExecutorError) and error.__cause__ is not None:
+        error = error.__cause__
     if isinstance(error, torch.distributed.DistError):
         return True
     return type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS)

@@ -2,7 +2,7 @@
 
 With torch 2.13 the store through which ranks find each other is kept over the restarts of ``torchrun --max-restarts``,
 with the addresses of the processes before, so that a rank may wait for one that has ended. Here each restart has names
-of its own.
+of its own. On several nodes torchrun counts restarts on each by itself, so that there is no name that all would know.
 """
 
 import os
@@ -23,6 +23,8 @@ def meet_after_restart(backend: str, rank: int, world_size: int, timeout: Option
     """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if not restarts or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or torch.distributed.is_initialized():
+        return
+    if os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
         return
     limit = {} if timeout is None else {"timeout": timeout}
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

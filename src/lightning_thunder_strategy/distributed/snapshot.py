@@ -27,10 +27,10 @@ def snapshot(state: Any) -> Any:
     """
     storages: dict[int, torch.UntypedStorage] = {}
     known: dict[int, Any] = {}  # as copy.deepcopy keeps it: the copy by the number of the original
-    for value in tree_leaves(state):
-        if isinstance(value, Tensor) and id(value) not in known:
-            known[id(value)] = _copied(value.detach(), storages)
     try:
+        for value in tree_leaves(state):
+            if isinstance(value, Tensor) and id(value) not in known:
+                known[id(value)] = _copied(value.detach(), storages)
         return copy.deepcopy(state, known)
     except Exception as error:
         raise SnapshotError(f"Something in the checkpoint cannot be copied: {type(error).__name__}: {error}") from error
@@ -39,10 +39,11 @@ def snapshot(state: Any) -> Any:
 def _copied(tensor: Tensor, storages: dict[int, torch.UntypedStorage]) -> Tensor:
     if isinstance(tensor, DTensor):
         return with_local(tensor, _copied(tensor.to_local(), storages))
-    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.device.type == "meta":
+    lazy = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized  # their memory is not what they are
+    if type(tensor) is not Tensor or lazy or tensor.layout != torch.strided or tensor.device.type == "meta":
         return tensor.clone() if tensor.device.type in ("cpu", "meta") else tensor.cpu()
     storage = tensor.untyped_storage()
     if storage._cdata not in storages:
         storages[storage._cdata] = torch.UntypedStorage(storage.nbytes()).copy_(storage)
-    empty = torch.empty(0, dtype=tensor.dtype)
+    empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
     return empty.set_(storages[storage._cdata], tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -45,13 +45,20 @@ class RanksInBackground:
             torch.distributed.broadcast_object_list(objects, src, group=self.group)
         return objects[0]
 
+    def gather(self, obj: Any) -> list[Any]:
+        if self.group is None:
+            return [obj]
+        objects = [None] * torch.distributed.get_world_size(self.group)
+        torch.distributed.all_gather_object(objects, obj, group=self.group)
+        return objects
+
 
 @dataclass
 class _Job:
     """A write under way."""
 
     path: Path
-    run: Callable[[], None]
+    run: Optional[Callable[[], None]]  # until it has run: it holds the copy
     error: Optional[BaseException] = None
     done: bool = False
     outdated: list[Path] = field(default_factory=list)  # what goes when the new checkpoint is complete
@@ -64,11 +71,14 @@ class _Job:
 
     def _run(self) -> None:
         try:
-            self.run()
+            run, self.run = self.run, None
+            assert run is not None
+            run()
+            del run
             with self.lock:
                 self.done = True
                 for path in self.outdated:
-                    vanish(path)
+                    _remove(path)
         except BaseException as error:
             self.error = error
 
@@ -76,9 +86,16 @@ class _Job:
         """Remove an older checkpoint now, or when the new one is complete; if it never is, the older one stays."""
         with self.lock:
             if self.done:
-                vanish(path)
+                _remove(path)
             else:
                 self.outdated.append(path)
+
+
+def _remove(path: Path) -> None:
+    try:
+        vanish(path)
+    except OSError as error:
+        warn(f"The checkpoint {path} could not be removed: {type(error).__name__}: {error}")
 
 
 class BackgroundSaves:
@@ -88,9 +105,14 @@ class BackgroundSaves:
         self._ranks: Optional[RanksInBackground] = None
         self._job: Optional[_Job] = None
 
-    def open(self, timeout: Optional[timedelta]) -> None:
-        """From now on write in the background. Every rank calls it."""
-        self._ranks = RanksInBackground(_own_group(timeout))
+    def open(self, timeout: Optional[timedelta], alone: bool) -> None:
+        """From now on write in the background. Every rank calls it.
+
+        Args:
+            timeout: How long ranks wait for each other.
+            alone: Whether this process saves by itself, also where there are others.
+        """
+        self._ranks = RanksInBackground(None if alone else _own_group(timeout))
 
     def write(self, ranks: Ranks, path: Path, content: Any, write: Write) -> None:
         """Write a checkpoint. Every rank calls it.
@@ -113,7 +135,7 @@ class BackgroundSaves:
             copied = snapshot(content)
         except SnapshotError as failure:
             error = str(failure)
-        error = own.broadcast(error)
+        error = next((found for found in own.gather(error) if found is not None), None)
         if error is not None:
             raise CheckpointWriteError(f"The checkpoint {path} could not be written in the background: {error}")
         self._job = _Job(path, lambda: write(own, copied)).start()
@@ -124,16 +146,11 @@ class BackgroundSaves:
         Raises:
             CheckpointWriteError: If it failed; all ranks know that.
         """
-        job, self._job = self._job, None
-        if job is None:
-            return
-        job.thread.join()
-        if isinstance(job.error, CheckpointWriteError):
-            raise job.error
-        if job.error is not None:
-            raise CheckpointWriteError(
-                f"The checkpoint {job.path} could not be written: {type(job.error).__name__}: {job.error}"
-            ) from job.error
+        while (job := self._job) is not None:
+            job.thread.join()  # a signal may save meanwhile, and find the job
+            if self._job is job:
+                self._job = None
+                _raise_error(job)
 
     def remove(self, path: Path) -> None:
         """Remove an older checkpoint, not before the one that is under way is complete."""
@@ -159,6 +176,15 @@ class BackgroundSaves:
             if not failed:
                 raise
             warn(f"A checkpoint that was saved in the background is not complete. {error}")
+
+
+def _raise_error(job: _Job) -> None:
+    if isinstance(job.error, CheckpointWriteError):
+        raise job.error
+    if job.error is not None:
+        raise CheckpointWriteError(
+            f"The checkpoint {job.path} could not be written: {type(job.error).__name__}: {job.error}"
+        ) from job.error
 
 
 def _own_group(timeout: Optional[timedelta]) -> Optional[ProcessGroup]:

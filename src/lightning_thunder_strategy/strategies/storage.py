@@ -1,5 +1,6 @@
 """Writes and reads checkpoints for all ranks: a file from rank zero, or a folder with a shard from each."""
 
+import errno
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -176,7 +177,8 @@ def _whole(path: Any) -> Iterator[None]:
         if isinstance(failure, CheckpointException):
             error = next(iter(failure.failures.values()))[0]
         short = any(sign in str(error) for sign in ("truncated", "PytorchStreamReader", "zip archive", "end of file"))
-        if not short and not isinstance(error, (EOFError, OSError)):
+        barred = isinstance(error, OSError) and error.errno in (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE)
+        if not short and (barred or not isinstance(error, (EOFError, OSError))):
             raise
         raise CheckpointReadError(
             f"The checkpoint {path} is damaged, as if it was cut short or a part was removed: {type(error).__name__}: "

@@ -43,7 +43,7 @@ class SavedStates(Strategy):
                 "checkpoints in its own way: leave out one of the two."
             )
         refuse_links(callbacks)
-        self._saves.open(self._engine.timeout)
+        self._saves.open(self._engine.timeout, alone=self._engine.parallelism == "none")
         self._taken_names.on(callbacks)
 
     def _close_saves(self) -> None:
@@ -83,7 +83,7 @@ class SavedStates(Strategy):
         if not sharded and (type(self.checkpoint_io) is not TorchCheckpointIO or not storage.is_local(filepath)):
             super().save_checkpoint(checkpoint, filepath, storage_options)  # a user's own way to write
             return
-        path = Path(filepath)
+        path = Path(filepath).absolute() if storage.is_local(filepath) else Path(filepath)
         if not sharded and storage_options is not None:
             self.checkpoint_io.save_checkpoint(
                 checkpoint, filepath, storage_options=storage_options
@@ -92,6 +92,7 @@ class SavedStates(Strategy):
         if not sharded:
             content = checkpoint if self.is_global_zero else None
             self._saves.write(self, path, content, self._writes_file(path))
+            self._wait_for_requeue(path)
             return
         if storage_options is not None:
             raise TypeError(
@@ -104,6 +105,12 @@ class SavedStates(Strategy):
         models = {key: checkpoint.pop(key) for key in _MODEL_STATES if key in checkpoint}
         rest = checkpoint if self.is_global_zero else {}
         self._saves.write(self, path, ({**models, **optimizers}, rest), _writes_folder(path))
+        self._wait_for_requeue(path)
+
+    def _wait_for_requeue(self, path: Path) -> None:
+        """Right after this checkpoint Lightning asks SLURM to end the job, and to start it again from it."""
+        if path.name.startswith("hpc_ckpt_"):
+            self._saves.wait()
 
     def _writes_file(self, path: Path) -> Write:
         def write(ranks: storage.Ranks, checkpoint: Any) -> None:
