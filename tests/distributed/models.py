@@ -121,14 +121,14 @@ class LanguageModel(Base):
 
 
 class LitGPT(LanguageModel):
-    def __init__(self, tied: bool) -> None:
+    def __init__(self, tied: bool, vocabulary: int = 11) -> None:
         super().__init__()
         from litgpt import GPT, Config
 
         config = Config(
-            block_size=16, vocab_size=11, padded_vocab_size=11, n_layer=1, n_head=2, n_embd=12, rotary_percentage=1.0,
-            norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", intermediate_size=20, bias=False,
-            parallel_residual=False,
+            block_size=16, vocab_size=11, padded_vocab_size=vocabulary, n_layer=1, n_head=2, n_embd=12,
+            rotary_percentage=1.0, norm_class_name="RMSNorm", mlp_class_name="LLaMAMLP", intermediate_size=20,
+            bias=False, parallel_residual=False,
         )  # fmt: skip
         self.net = GPT(config)
         if tied:
@@ -403,6 +403,7 @@ CASES: dict[str, Callable[[], tuple[Base, Dataset]]] = {
     "smooth": lambda: (Smooth(), vectors()),
     "resumable": lambda: (Resumable(), vectors()),
     "litgpt": lambda: (LitGPT(tied=False), sequences()),
+    "litgpt_even": lambda: (LitGPT(tied=False, vocabulary=12), sequences()),
     "litgpt_tied": lambda: (LitGPT(tied=True), sequences()),
     "llama": lambda: (Llama(), sequences()),
     "gan": lambda: (GAN(), vectors()),
