@@ -201,6 +201,10 @@ def test_links_and_other_ways_to_write_are_refused(tmp_path: Path) -> None:
         fit("full", lambda *_: None, callbacks=[keeper], enable_checkpointing=True)
     with pytest.raises(TypeError, match="async_save=True is not allowed with the plugin AsyncCheckpointIO"):
         fit("full", lambda *_: None, plugins=[AsyncCheckpointIO()])
+    with pytest.raises(TypeError, match="state_dict_type='sharded' is not allowed with the plugin AsyncCheckpointIO"):
+        make_trainer(lts.ThunderStrategy(compile="off", state_dict_type="sharded"), plugins=[AsyncCheckpointIO()]).fit(
+            Linear(), classification_data()
+        )
     with pytest.raises(ValueError, match="async_save=True writes to a local file or folder, not to 'memory://x.ckpt'"):
         fit("full", lambda trainer, _: trainer.save_checkpoint("memory://x.ckpt"))
     held = {"state_dict": {}, "lock": threading.Lock()}

@@ -35,6 +35,11 @@ class SavedStates(Strategy):
 
     def _open_saves(self, callbacks: Sequence[Any]) -> None:
         """At the start of a fit: write checkpoints in the background, if that was asked for."""
+        if self._engine.options.state_dict_type == "sharded" and type(self.checkpoint_io) is not TorchCheckpointIO:
+            raise TypeError(
+                f"state_dict_type='sharded' is not allowed with the plugin {type(self.checkpoint_io).__name__}, which "
+                "would not be asked to write: use 'full', or leave the plugin out."
+            )
         if not self._engine.options.async_save:
             return
         if type(self.checkpoint_io) is not TorchCheckpointIO:
