@@ -1,7 +1,6 @@
 """Gives the parts of an ATen program to executors: the whole program to one, or regions by priority."""
 
-import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Optional
 
@@ -16,6 +15,7 @@ from lightning_thunder_strategy.compiler.events import first_line
 from lightning_thunder_strategy.compiler.failures import reported
 from lightning_thunder_strategy.compiler.fuel import Fuel
 from lightning_thunder_strategy.compiler.report import Fallback, Program, warn
+from lightning_thunder_strategy.compiler.strides import allow_other_strides
 from lightning_thunder_strategy.compiler.surgery import (
     CompiledRegion,
     assemble,
@@ -215,7 +215,7 @@ class _Dispatch:
             self._leave_small(program)
         regions = self._regions(program)
         inside = {part for region in regions for part in region.parts}
-        _allow_other_strides(part.operation for part in program if part not in inside)
+        allow_other_strides(part.operation for part in program if part not in inside)
         self._program.traces.append(self._record(gm, regions))
         for part in program:
             name = claimed_by(part.operation)
@@ -353,48 +353,6 @@ class _Dispatch:
         notes = {copies[node]: claimed_by(node) for node in outside}
         made = Trace(f"final {self._stage}", final, known, notes=notes, outputs=self._outputs)
         return made.snapshot("after dispatch")
-
-
-_STRIDES_DIFFER = (  # from those that the program was traced with, if the input is permuted
-    torch.ops.aten.native_batch_norm.default,
-    torch.ops.aten._native_batch_norm_legit.default,
-    torch.ops.aten._native_batch_norm_legit.no_stats,
-    torch.ops.aten._native_batch_norm_legit_functional.default,
-    torch.ops.aten._native_batch_norm_legit_no_training.default,
-    torch.ops.aten._batch_norm_with_update.default,
-    torch.ops.aten._batch_norm_with_update_functional.default,
-)
-
-
-def _allow_other_strides(nodes: Iterable[fx.Node]) -> None:
-    """Let views copy where they must. Some of torch's kernels (BatchNorm, the backward of log-softmax) give results
-    with other strides than the program was traced with, of which no view may be possible."""
-    for node in nodes:
-        if node.target is torch.ops.aten.view.default:
-            node.target = torch.ops.aten.reshape.default
-        if node.target in _STRIDES_DIFFER:
-            for part in list(node.users):
-                if part.target is operator.getitem and part.args[1] == 0:
-                    _give_traced_strides(part)
-
-
-def _give_traced_strides(node: fx.Node) -> None:
-    """Copy a value into the strides that it was traced with: AOTAutograd makes views of results by them."""
-    value = node_value(node)
-    order = sorted(range(value.dim()), key=lambda dim: -_torch_compat.size_hint(value.stride(dim)))
-    if order == list(range(value.dim())) or value.is_contiguous(memory_format=torch.channels_last):
-        return
-    inverse = [order.index(dim) for dim in range(value.dim())]
-    aten, contiguous = torch.ops.aten, {"memory_format": torch.contiguous_format}
-    with node.graph.inserting_after(node):
-        dense = node.graph.call_function(aten.permute.default, (node, order))
-    with node.graph.inserting_after(dense):
-        copy = node.graph.call_function(aten.clone.default, (dense,), contiguous)
-    with node.graph.inserting_after(copy):
-        result = node.graph.call_function(aten.permute.default, (copy, inverse))
-    dense.meta["val"], copy.meta["val"] = value.permute(order), value.permute(order).clone(**contiguous)
-    result.meta = dict(node.meta)
-    node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not dense)
 
 
 def _edits(node: fx.Node) -> bool:
