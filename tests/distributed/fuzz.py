@@ -7,6 +7,7 @@ import warnings
 from typing import Any
 
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -41,7 +42,7 @@ class Random(Base):
 
 
 def _options(kind: str, choose: Choose) -> dict[str, Any]:
-    """Random options of the strategy that change no value."""
+    """Random options of the strategy; only ``broadcast_buffers`` changes values, as it does under DDP."""
     options = {
         "bucket_size_mb": choose((0, 25.0, 1e-4, "block")),
         "in_flight_mb": choose((None, None, 1e-4)),
@@ -100,7 +101,8 @@ def check_random_modules() -> None:
         data = _data(recipe.width, kind)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            theirs = fit("ddp_find_unused_parameters_true", Random(recipe), data, **fitting)
+            alike = DDPStrategy(find_unused_parameters=True, broadcast_buffers=options["broadcast_buffers"])
+            theirs = fit(alike, Random(recipe), data, **fitting)
             torch._dynamo.reset()
             try:
                 ours = fit(_strategy(kind, options), Random(recipe), data, **fitting)
