@@ -47,6 +47,27 @@ def test_views_of_batch_norm_that_are_returned(train: bool) -> None:
         check_module(ReturnsAView, calls, train=train, compiler=make, rtol=1e-5, atol=1e-5)
 
 
+def _dropped(x: Tensor) -> Tensor:
+    return F.dropout(x.relu(), 0.5) + F.alpha_dropout(x, 0.5, training=True) + torch.rand_like(x)
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["training", "evaluation"])
+def test_random_numbers_after_batch_norm_between_transposes(train: bool) -> None:
+    """They come in the order of memory, which BatchNorm decides."""
+    norm = nn.BatchNorm1d(4).train(train)
+
+    def function(x: Tensor) -> Tensor:
+        return _dropped(norm(x.transpose(1, 2)).transpose(1, 2))
+
+    x = torch.randn(5, 3, 4)
+    results = []
+    for call in (function, lts.compile(function, executors=["eager"], config=lts.CompileConfig(fullgraph=True))):
+        torch.manual_seed(0)
+        result = call(x)
+        results.append((result.detach().clone(), torch.rand(1), result.add_(1).detach()))
+    torch.testing.assert_close(*results)
+
+
 def test_gradients_of_cross_entropy_of_transposed_scores() -> None:
     x, weight = torch.randn(5, 3, requires_grad=True), torch.randn(4, 5, requires_grad=True)
     target = torch.tensor([0, 3, 1])

@@ -16,11 +16,7 @@ def aot_backend(
     from torch._dynamo.backends.common import aot_autograd
 
     backend = aot_autograd(
-        fw_compiler=forward,
-        bw_compiler=backward,
-        inference_compiler=inference,
-        partition_fn=partition,
-        decompositions={torch.ops.aten.bernoulli.p: _bernoulli_in_memory_order},
+        fw_compiler=forward, bw_compiler=backward, inference_compiler=inference, partition_fn=partition
     )
 
     def compile_program(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
@@ -28,16 +24,6 @@ def aot_backend(
             return backend(gm, example_inputs)
 
     return compile_program
-
-
-def _bernoulli_in_memory_order(x: torch.Tensor, p: float, *, generator: Optional[torch.Generator] = None) -> Any:
-    """``bernoulli_``, as in ``F.alpha_dropout``, fills a permuted tensor in the order of its memory; the operator that
-    stands for it in a program without edits does not."""
-    order = sorted(range(x.dim()), key=lambda dim: (-x.stride(dim), dim)) if not x.is_contiguous() else []
-    if not order or not x.permute(order).is_contiguous():
-        return NotImplemented
-    drawn = torch.ops.aten.bernoulli.p(x.permute(order), p, generator=generator)
-    return drawn.permute([order.index(dim) for dim in range(x.dim())]).contiguous()
 
 
 def backward_without_autocast() -> contextlib.AbstractContextManager:

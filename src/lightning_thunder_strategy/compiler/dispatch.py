@@ -215,7 +215,9 @@ class _Dispatch:
             self._leave_small(program)
         regions = self._regions(program)
         inside = {part for region in regions for part in region.parts}
-        allow_other_strides(part.operation for part in program if part not in inside)
+        eager = [node for part in program if part not in inside for node in part.nodes]
+        saved = [index for index, output in enumerate(self._outputs) if output.kind == "saved"]
+        allow_other_strides(gm.graph, eager, saved)
         self._program.traces.append(self._record(gm, regions))
         for part in program:
             name = claimed_by(part.operation)
