@@ -18,9 +18,11 @@ from lightning_thunder_strategy.precision.weights import QuantizeWeights, restor
 from lightning_thunder_strategy.strategies.registration import register
 from lightning_thunder_strategy.strategies.trainer import ThunderDDPStrategy, ThunderFSDPStrategy, ThunderStrategy
 from lightning_thunder_strategy.strategies.trainer_tensor import ThunderTPStrategy
+from lightning_thunder_strategy.transforms.activation_checkpointing import ActivationCheckpointing
 
 __version__ = "0.1.0"
 __all__ = [
+    "ActivationCheckpointing",
     "CompileConfig",
     "CompileError",
     "CompileWarning",

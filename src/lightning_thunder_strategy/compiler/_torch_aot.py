@@ -53,6 +53,23 @@ def mark_recompute(node: fx.Node, region: int) -> None:
     node.meta["ac_graph_id"] = region
 
 
+def mark_save(node: fx.Node) -> None:
+    """Ask the partitioner not to compute ``node`` again in the backward."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def has_policy(node: fx.Node) -> bool:
+    """Whether the partitioner has been told whether to compute ``node`` again."""
+    return node.meta.get("recompute") is not None
+
+
+def is_backward(node: fx.Node) -> bool:
+    """Whether AOTAutograd made ``node`` of a joint program while it derived the backward."""
+    return node.meta.get("partitioner_tag") == "is_backward"
+
+
 def move_to_front(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
     """Put ``nodes`` first in ``graph``, in the order given."""
     for node in reversed(nodes):

@@ -14,6 +14,7 @@ from lightning_thunder_strategy.compiler.dispatch import Whole, dispatch
 from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.fuel import Fuel
 from lightning_thunder_strategy.compiler.report import Program
+from lightning_thunder_strategy.compiler.saved_values import computed_again, copy_saved_edits, kept, sort_saved_values
 from lightning_thunder_strategy.compiler.trace import Origin, Trace, TraceOutput
 from lightning_thunder_strategy.compiler.transform import ProgramRefusedError, Transform, TransformError
 from lightning_thunder_strategy.executors.base import Executor
@@ -96,8 +97,8 @@ class Differentiation:
                 run_pass(self._program, transform, lambda t: t.joint(trace), [trace])
         edited = {index for kind, index in _torch_aot.output_descriptions(joint.graph) if kind == "edited"}
         forward, backward = _torch_aot.min_cut_partition(joint, inputs, **kwargs)
-        _copy_saved_edits(forward, kwargs["num_fwd_outputs"], edited)
-        _sort_saved_values(forward, backward, kwargs["num_fwd_outputs"])
+        copy_saved_edits(forward, kwargs["num_fwd_outputs"], edited)
+        sort_saved_values(forward, backward, kwargs["num_fwd_outputs"])
         names = self._name_inputs(forward.graph)
         known = self._name_backward(forward.graph, backward.graph, names)
         forward_trace = Trace("forward", forward, names, outputs=self._name_outputs(forward.graph))
@@ -105,6 +106,8 @@ class Differentiation:
         program.traces.append(forward_trace.snapshot("after the partition"))
         program.traces.append(backward_trace.snapshot("after the partition"))
         self._partition_passes(forward_trace, backward_trace)
+        program.saved = kept(forward, kwargs["num_fwd_outputs"])
+        program.computed_again = computed_again(forward, backward)
         return forward, backward
 
     def _partition_passes(self, forward: Trace, backward: Optional[Trace]) -> None:
@@ -204,55 +207,3 @@ def run_pass(
         program.decisions += trace.decisions
         trace.decisions.clear()
     program.traces += [trace.snapshot(f"after {transform.name}, {1e3 * seconds:.1f} ms") for trace in traces]
-
-
-def _copy_saved_edits(forward: fx.GraphModule, outputs: int, edited: set[Optional[int]]) -> None:
-    """Save a copy of an input that the backward needs and that gets a new value after the forward.
-
-    Such as BatchNorm's statistics in a checkpointed region, which the backward computes again.
-
-    Args:
-        forward: The forward program.
-        outputs: How many of its outputs are not saved values.
-        edited: Which inputs of the acquired program get a new value.
-    """
-    placeholders = forward.graph.find_nodes(op="placeholder")
-    changed = {node for node in placeholders if _torch_aot.aot_input_index(node) in edited}
-    result = next(iter(reversed(forward.graph.nodes)))
-    saved = list(result.args[0])
-    for place in range(outputs, len(saved)):
-        if saved[place] in changed:
-            with forward.graph.inserting_before(result):
-                copy = forward.graph.call_function(torch.ops.aten.clone.default, (saved[place],))
-            copy.meta = {key: value for key, value in saved[place].meta.items() if key != "desc"}
-            saved[place] = copy
-    if saved != list(result.args[0]):
-        result.args = (tuple(saved),)
-        forward.recompile()
-
-
-def _sort_saved_values(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int) -> None:
-    """Order what is saved for the backward: tensors, then objects such as device meshes, then symbolic integers.
-
-    The partitioner may put a saved RNG state after an object; AOTAutograd then takes the object for a tensor.
-    """
-
-    def rank(node: fx.Node) -> int:
-        value = node_value(node)
-        if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return 2
-        return 0 if value is None or isinstance(value, torch.Tensor) else 1
-
-    result = next(iter(reversed(forward.graph.nodes)))
-    saved = list(result.args[0])[outputs:]
-    order = sorted(range(len(saved)), key=lambda index: rank(saved[index]))
-    if order == list(range(len(saved))):
-        return
-    result.args = ((*result.args[0][:outputs], *[saved[index] for index in order]),)
-    described = result.meta.get("desc")
-    if described is not None:
-        result.meta["desc"] = [*described[:outputs], *[described[outputs + index] for index in order]]
-    placeholders = backward.graph.find_nodes(op="placeholder")[: len(saved)]
-    _torch_aot.move_to_front(backward.graph, [placeholders[index] for index in order])
-    forward.recompile()
-    backward.recompile()

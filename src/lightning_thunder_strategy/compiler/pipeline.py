@@ -16,6 +16,7 @@ from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.differentiate import Differentiation, run_pass
 from lightning_thunder_strategy.compiler.fuel import fuel_of
 from lightning_thunder_strategy.compiler.report import Fallback, Program, Record, active_record, warn
+from lightning_thunder_strategy.compiler.saved_values import Saved
 from lightning_thunder_strategy.compiler.surgery import copy_program
 from lightning_thunder_strategy.compiler.trace import Decision, Origin, Trace
 from lightning_thunder_strategy.compiler.transform import ProgramRefusedError, Transform
@@ -171,6 +172,7 @@ class Pipeline:
         program.executors.clear()
         program.executors["eager"] = sum(node.op in ("call_function", "call_method") for node in original.graph.nodes)
         program.collectives = {"forward": [], "backward": []}
+        program.saved, program.computed_again = Saved(), 0
         reason = "its program runs eagerly, as it was read"
         program.decisions = [dataclasses.replace(d, choice="left alone", reason=reason) for d in program.decisions]
         if failure is not None:

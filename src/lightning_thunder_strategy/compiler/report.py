@@ -11,6 +11,7 @@ from typing import Any, Optional
 import torch
 
 from lightning_thunder_strategy.compiler.collectives import Collective
+from lightning_thunder_strategy.compiler.saved_values import Saved
 from lightning_thunder_strategy.compiler.trace import Decision, Trace
 from lightning_thunder_strategy.executors.base import Claim
 
@@ -61,6 +62,8 @@ class Program:
         collectives: Collectives of the final forward and backward.
         sequence: One line a collective, in the order in which they are issued.
         seconds: Compile time by stage.
+        saved: What the forward keeps for the backward.
+        computed_again: How many operations of the forward the backward computes again.
         claims: Decisions of operator executors, and of fusion executors that declined.
         fallbacks: Regions that an executor failed on.
         decisions: What passes did with parts of the program.
@@ -73,6 +76,8 @@ class Program:
     collectives: dict[str, list[Collective]] = field(default_factory=lambda: {"forward": [], "backward": []})
     sequence: list[str] = field(default_factory=list)
     seconds: Counter = field(default_factory=Counter)
+    saved: Saved = Saved()
+    computed_again: int = 0
     claims: list[Claim] = field(default_factory=list)
     fallbacks: list[Fallback] = field(default_factory=list)
     decisions: list[Decision] = field(default_factory=list)
@@ -91,6 +96,8 @@ class Program:
             "executors": dict(self.executors),
             "collectives": {stage: [asdict(item) for item in items] for stage, items in self.collectives.items()},
             "sequence": self.sequence,
+            "saved": asdict(self.saved),
+            "computed_again": self.computed_again,
             "claims": [asdict(claim) for claim in self.claims],
             "fallbacks": [asdict(item) for item in self.fallbacks],
             "decisions": [asdict(item) for item in self.decisions],
@@ -102,6 +109,8 @@ class Program:
         self.executors = Counter(data["executors"])
         self.collectives = {stage: [Collective(**c) for c in items] for stage, items in data["collectives"].items()}
         self.sequence = list(data["sequence"])
+        self.saved = Saved(**data["saved"])
+        self.computed_again = data["computed_again"]
         self.claims = [Claim(**item) for item in data["claims"]]
         self.fallbacks = [Fallback(**item) for item in data["fallbacks"]]
         self.decisions = [Decision(**item) for item in data["decisions"]]
@@ -193,6 +202,9 @@ class Record:
             "note": self.note,
             "executors": dict(executors),
             "collectives": collectives,
+            "saved_bytes": sum(program.saved.bytes for program in self._of_one_step()),
+            "saved_tensors": sum(program.saved.tensors for program in self._of_one_step()),
+            "computed_again": sum(program.computed_again for program in self._of_one_step()),
             "decisions": [asdict(item) for program in self._of_one_step() for item in program.decisions],
             "claims": self._claims(),
             "from_cache": bool(self.programs) and all(program.from_cache for program in self.programs),

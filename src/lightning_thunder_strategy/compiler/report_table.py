@@ -50,6 +50,9 @@ def _step_lines(step: dict[str, Any]) -> list[str]:
         if items:
             texts = [f"{item['count']} {item['op']} of {size_text(item['bytes'])}" for item in items]
             lines.append(f"collectives in the {stage}: {', '.join(texts)}")
+    if step["saved_tensors"]:
+        what = f"{size_text(step['saved_bytes'])} in {_count(step['saved_tensors'], 'tensor')}"
+        lines.append(f"kept for the backward: {what}; operations computed again: {step['computed_again']}")
     lines += decision_lines(step["decisions"])
     lines += _claim_lines(step["claims"])
     lines += [f"break at {item['file']}:{item['line']}: {item['reason']}" for item in step["graph_breaks"]]

@@ -1,6 +1,5 @@
 """The pass that rewrites linears to low precision, and says what it did with each."""
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -11,6 +10,7 @@ from torch import fx, nn
 
 from lightning_thunder_strategy.compiler.config import check_patterns
 from lightning_thunder_strategy.compiler.emit import node_value
+from lightning_thunder_strategy.compiler.module_path import path_name
 from lightning_thunder_strategy.compiler.report import warn
 from lightning_thunder_strategy.compiler.trace import Decision, Trace
 from lightning_thunder_strategy.compiler.transform import Transform
@@ -143,7 +143,7 @@ def linear_name(trace: Trace, node: fx.Node, weight: fx.Node) -> str:
     """The module that calls a linear, as users name it, or the parameter that it is called with."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     path, kind = stack[-1] if stack else ("", None)
-    path = ".".join(part for pair in _PATH.findall(path) for part in pair if part and part != "_modules")
+    path = path_name(path)
     origin = trace.origin(_source(weight))
     parameter = (origin.origin or origin.name).removesuffix(".weight") if origin is not None else ""
     if parameter and f".{path}".endswith(f".{parameter}"):
@@ -151,9 +151,6 @@ def linear_name(trace: Trace, node: fx.Node, weight: fx.Node) -> str:
     if path and isinstance(kind, type) and issubclass(kind, nn.Linear):
         return path  # its weight may be known by another module's name
     return parameter or path or node.name
-
-
-_PATH = re.compile(r"\.(\w+)|(?<!^L)(?<!^G)\['(\w+)'\]")  # after the root, which is L['name'] or G['name']
 
 
 def _source(node: fx.Node) -> fx.Node:
