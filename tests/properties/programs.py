@@ -74,10 +74,14 @@ def _make(part: Part, width: int) -> nn.Module:
     return WRAPPERS[name](*[_make(item, width) for item in inner])
 
 
+# What writes buffers, which eager PyTorch does once more when it recomputes a checkpointed region.
+WRITES_BUFFERS = {"BatchNorm", "Cache", "SpectralNorm", "Statistics"}
+
+
 def _pure(parts: tuple[Part, ...]) -> tuple[Part, ...]:
-    """Parts for a checkpointed region, which eager PyTorch runs twice: none may read what its first run has written."""
+    """Parts for a checkpointed region, which eager PyTorch runs twice and a compiled step once."""
     return tuple(
-        ("Linear" if part == "Cache" else part) if isinstance(part, str) else (part[0], _pure(part[1]))
+        ("Linear" if part in WRITES_BUFFERS else part) if isinstance(part, str) else (part[0], _pure(part[1]))
         for part in parts
     )
 

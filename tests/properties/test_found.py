@@ -91,3 +91,21 @@ def test_a_fault_inside_dynamo_is_a_compile_error_that_names_the_line() -> None:
         assert error.file is not None and error.file.endswith(".py") and error.line
     torch._dynamo.reset()
     check_module(make, [(x,)], compiler=lambda module: eager_compiled(module, dynamic=True, fullgraph=False))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["equal", "views"])
+@pytest.mark.parametrize("executor", ["eager", "inductor"])
+def test_two_parameters_with_one_gradient_do_not_share_its_memory(executor: str, shape: tuple[int, ...]) -> None:
+    """Clipping edits gradients in place: once each."""
+    a, b = torch.randn(4, requires_grad=True), torch.randn(shape, requires_grad=True)
+    compiled = lts.compile(lambda a, b: (a + b.flatten().clone()).square().sum(), executors=[executor])
+    compiled(a, b).backward()
+    assert torch.equal(a.grad, b.grad.flatten())
+    assert a.grad.untyped_storage().data_ptr() != b.grad.untyped_storage().data_ptr()
+
+
+def test_a_compiled_step_updates_batch_norm_of_a_checkpointed_region_once() -> None:
+    """Eager PyTorch computes the region again in the backward, and updates it once more."""
+    module = WRAPPERS["Checkpointed"](BLOCKS["BatchNorm"](4))
+    eager_compiled(module)(torch.randn(3, 2, 4, requires_grad=True)).square().sum().backward()
+    assert [buffer.item() for name, buffer in module.named_buffers() if name.endswith("num_batches_tracked")] == [1]

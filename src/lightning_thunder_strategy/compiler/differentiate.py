@@ -13,6 +13,7 @@ from lightning_thunder_strategy.compiler.config import CompileConfig
 from lightning_thunder_strategy.compiler.dispatch import Whole, dispatch
 from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.fuel import Fuel
+from lightning_thunder_strategy.compiler.gradients import separate_gradients
 from lightning_thunder_strategy.compiler.report import Program
 from lightning_thunder_strategy.compiler.saved_values import computed_again, copy_saved_edits, kept, sort_saved_values
 from lightning_thunder_strategy.compiler.trace import Origin, Trace, TraceOutput
@@ -108,6 +109,7 @@ class Differentiation:
         self._partition_passes(forward_trace, backward_trace)
         program.saved = kept(forward, kwargs["num_fwd_outputs"])
         program.computed_again = computed_again(forward, backward)
+        separate_gradients(backward)
         return forward, backward
 
     def _partition_passes(self, forward: Trace, backward: Optional[Trace]) -> None:
