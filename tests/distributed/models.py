@@ -223,7 +223,8 @@ class GAN(Base):
 
 
 class OddShapes(Regression):
-    """A parameter without dimensions, dimensions smaller than the world, and dimensions that it does not divide."""
+    """A parameter without dimensions, dimensions smaller than the world, and dimensions that it does not divide. Two
+    parameters with one gradient."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -234,9 +235,10 @@ class OddShapes(Regression):
         self.scale = nn.Parameter(torch.tensor(1.5))
         self.shift = nn.Parameter(torch.ones(1, 1))
         self.empty = nn.Parameter(torch.ones(0, 3))
+        self.left, self.right = nn.Parameter(torch.zeros(WIDTH)), nn.Parameter(torch.zeros(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.net(x) * self.scale + self.shift + self.empty.sum()
+        return self.net(x + (self.left + self.right)) * self.scale + self.shift + self.empty.sum()
 
 
 class Recurrent(Base):
