@@ -119,10 +119,18 @@ def assert_every_option(strategy: Any) -> None:
 
 def test_executors_have_options_of_their_own(tmp_path: Path) -> None:
     mine = {"class_path": f"{PACKAGE}.executors.SdpaExecutor", "init_args": {"backend": "math"}}
-    options = {"executors": [mine, "chunked_loss", "eager"]}
+    tuned = {
+        "class_path": f"{PACKAGE}.executors.InductorExecutor",
+        "init_args": {"mode": "max-autotune", "options": {"epilogue_fusion": False}},
+    }
+    options = {"executors": [mine, "chunked_loss", tuned, "eager"]}
     config = written(tmp_path, {"class_path": f"{PACKAGE}.ThunderStrategy", "init_args": options})
     found = cli("--config", config).trainer.strategy._engine.options.executors
-    assert found == [lts.executors.SdpaExecutor("math"), "chunked_loss", "eager"]
+    inductor = lts.executors.InductorExecutor("max-autotune", {"epilogue_fusion": False})
+    assert found == [lts.executors.SdpaExecutor("math"), "chunked_loss", inductor, "eager"]
+    assert yaml.safe_load(printed("--config", config))["trainer"]["strategy"]["init_args"]["executors"] == [
+        mine, "chunked_loss", tuned, "eager",
+    ]  # fmt: skip
 
 
 def test_every_option_round_trips_through_print_config(tmp_path: Path) -> None:

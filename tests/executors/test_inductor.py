@@ -11,6 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 import lightning_thunder_strategy as lts
 from lightning_thunder_strategy.compiler.report import CompileWarning
+from lightning_thunder_strategy.executors import InductorExecutor
 from tests.compiler.executors import Pointwise, overload
 from tests.compiler.parity import assert_same
 from tests.compiler.test_compile_language_models import small_gpt
@@ -92,6 +93,76 @@ def test_a_whole_program_becomes_the_code_that_torch_compile_makes(name, no_prog
     assert_same(ours, values)
 
 
+# ----------------------------------------------------------------------------------------------------------- options
+
+
+class Products(Pointwise):
+    name = "products"
+
+    def supports(self, node):
+        return None if "mm" in overload(node) else "it is no product"
+
+
+@pytest.mark.parametrize("others", [[], [Products()]], ids=["whole program", "regions"])
+def test_options_of_inductor_are_set_for_forward_and_backward(others, no_program_caches):
+    def run(executor):
+        torch.manual_seed(0)
+        net = mlp()
+        x = torch.randn(3, 8)
+
+        def trained():
+            result = compiled_with(net, *others, executor)(x)
+            result.square().sum().backward()
+            return [result, *(p.grad for p in net.parameters())]
+
+        return run_and_get_code(trained)
+
+    expected, code = run("inductor")
+    values, other_code = run(InductorExecutor(options={"size_asserts": False}))
+    assert len(code) == len(other_code)
+    assert sum("assert_size_stride(" in text for text in code) >= 2  # the forward's and the backward's
+    assert not any("assert_size_stride(" in text for text in other_code)
+    assert_same(values, expected)
+
+
+def test_a_mode_sets_what_the_mode_of_torch_compile_sets():
+    patches = InductorExecutor(mode="max-autotune", options={"coordinate_descent_tuning": False}).config_patches()
+    expected = torch._inductor.list_mode_options("max-autotune-no-cudagraphs")
+    assert patches == {**expected, "coordinate_descent_tuning": False} and patches["max_autotune"]
+    assert InductorExecutor().config_patches() == {}
+
+
+def test_programs_of_other_options_are_other_entries_of_the_compile_cache():
+    keys = [InductorExecutor(mode).cache_key() for mode in ("default", "max-autotune")]
+    keys += [InductorExecutor(options={"size_asserts": value}).cache_key() for value in (True, False)]
+    assert None not in keys and len(set(keys)) == 4
+
+
+def test_another_class_of_the_same_name_is_refused():
+    other = type("Mine", (Products,), {"name": "inductor"})()
+    with pytest.raises(ValueError, match="Mine has the name 'inductor' of an executor of ours; choose another"):
+        compiled_with(mlp(), other)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"mode": "fast"}, r"InductorExecutor.mode='fast' is not allowed: choose one of 'default', 'max-autotune'."),
+        ({"options": ["x"]}, r"InductorExecutor.options=['x'] is not allowed: give options of Inductor by name."),
+        ({"options": {"size_assert": False}}, "Inductor has no such option, but 'size_asserts'."),
+        ({"options": {"size_asserts": "no"}}, "'no' is of another type than Inductor's default True."),
+        ({"options": {"max_fusion_size": True}}, "True is of another type than Inductor's default 64."),
+        ({"options": {"triton.cudagraphs": True}}, "use CompileConfig(cudagraphs=...)."),
+        ({"options": {"fallback_random": True}}, "use CompileConfig(eager_random=...)."),
+        ({"options": {"deterministic": True}}, "use Trainer(deterministic=...) or torch.use_deterministic_algorithms."),
+    ],
+)
+def test_a_bad_option_is_one_line_that_says_what_to_do(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        InductorExecutor(**options)
+    assert "\n" not in str(caught.value)
+
+
 # ---------------------------------------------------------------------------------------------------------- programs
 
 
@@ -144,13 +215,6 @@ def test_saved_traces_of_a_program_with_dropout_run(tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------------------- regions
-
-
-class Products(Pointwise):
-    name = "products"
-
-    def supports(self, node):
-        return None if "mm" in overload(node) else "it is no product"
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

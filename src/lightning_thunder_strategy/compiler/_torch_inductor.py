@@ -1,6 +1,7 @@
 """Names of TorchInductor which torch does not document. Checked on torch 2.11 and 2.13."""
 
 import contextlib
+import difflib
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
@@ -58,11 +59,13 @@ def inductor_compile(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs
     return compile_fx_inner(gm, example_inputs, **kwargs)
 
 
-def inductor_compile_region(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable:
+def inductor_compile_region(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], config_patches: dict[str, Any]
+) -> Callable:
     """Inductor on a part of an ATen program, as a function of one list. Without CUDA graphs."""
     from torch._guards import TracingContext, detect_fake_mode, tracing
 
-    patches = {"triton.cudagraphs": False, **_deterministic()}
+    patches = {**config_patches, "triton.cudagraphs": False, **_deterministic()}
     with tracing(TracingContext(detect_fake_mode(example_inputs))), torch._inductor.config.patch(patches):
         return inductor_compile(gm, example_inputs)
 
@@ -72,6 +75,26 @@ def _deterministic() -> dict[str, bool]:
     does not choose them by timing. Torch 2.13 sets it with ``use_deterministic_algorithms``; earlier ones may not."""
     wanted = torch.are_deterministic_algorithms_enabled() and hasattr(torch._inductor.config, "deterministic")
     return {"deterministic": True} if wanted else {}
+
+
+def inductor_option_problem(name: object, value: object) -> Optional[str]:
+    """Why Inductor has no such option or does not take the value, or ``None``."""
+    known = torch._inductor.config.get_config_copy()
+    if name not in known:
+        close = difflib.get_close_matches(str(name), known, n=1)
+        meant = f", but {close[0]!r}" if close else ""
+        return f"Inductor has no such option{meant}. torch._inductor.list_options() has all"
+    default = known[str(name)]
+    number = isinstance(default, (int, float)) and isinstance(value, (int, float))
+    alike = type(default) is type(value) or (number and isinstance(default, bool) == isinstance(value, bool))
+    if default is not None and value is not None and not alike:
+        return f"{value!r} is of another type than Inductor's default {default!r}"
+    return None
+
+
+def inductor_mode_options(mode: str) -> dict[str, Any]:
+    """What a mode of ``torch.compile`` sets."""
+    return {} if mode == "default" else dict(torch._inductor.list_mode_options(mode))
 
 
 def aot_cache(enabled: bool) -> contextlib.AbstractContextManager:

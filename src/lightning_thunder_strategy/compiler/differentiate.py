@@ -84,7 +84,9 @@ class Differentiation:
             return backend(gm, example_inputs)
 
     def _inductor_options(self) -> dict[str, Any]:
-        return {"triton.cudagraphs": self._config.cudagraphs, "fallback_random": self._config.eager_random}
+        ours = {"triton.cudagraphs": self._config.cudagraphs, "fallback_random": self._config.eager_random}
+        (executor,) = (executor for executor in self._executors if executor.name == "inductor")
+        return {**executor.config_patches(), **ours}
 
     # --------------------------------------------------------------------------------------------------- partition
 

@@ -2,6 +2,7 @@
 
 from lightning_thunder_strategy.executors.base import Claim, Executor, FusionExecutor, OperatorExecutor, Replacement
 from lightning_thunder_strategy.executors.chunked_loss import ChunkedLossExecutor
+from lightning_thunder_strategy.executors.inductor import InductorExecutor
 from lightning_thunder_strategy.executors.liger import LigerExecutor
 from lightning_thunder_strategy.executors.nvfuser import NvfuserExecutor
 from lightning_thunder_strategy.executors.registration import register
@@ -16,6 +17,7 @@ __all__ = [
     "Executor",
     "ExecutorInfo",
     "FusionExecutor",
+    "InductorExecutor",
     "LigerExecutor",
     "NvfuserExecutor",
     "OperatorExecutor",

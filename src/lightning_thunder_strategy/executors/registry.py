@@ -127,6 +127,10 @@ def _by_name(name: str) -> Executor:
 
 
 def _checked(executor: Executor) -> Executor:
+    ours = {**_OURS, "eager": EagerExecutor}.get(executor.name)
+    if isinstance(ours, type) and not isinstance(executor, ours):
+        name = type(executor).__qualname__
+        raise ValueError(f"executors: {name} has the name {executor.name!r} of an executor of ours; choose another.")
     reason = executor.unavailable()
     if reason is not None:
         raise ValueError(f"executors: {executor.name!r} cannot run here: {reason} Known here:\n{_table()}")
