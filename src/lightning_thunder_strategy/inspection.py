@@ -24,7 +24,8 @@ def explain(x: Any) -> Report:
         TypeError: If nothing was compiled for ``x``.
     """
     records, module = _resolve(x)
-    return Report(records, parameter_bytes(module))
+    strategy = _strategy(x)
+    return Report(records, parameter_bytes(module), strategy.optimizer_records() if strategy is not None else [])
 
 
 def traces(x: Any) -> list[list[Trace]]:

@@ -78,6 +78,7 @@ EVERY_OPTION = {
         "mode": "forward", "fullgraph": True, "dynamic": True, "cudagraphs": False, "on_error": "raise",
         "eager_random": True, "fuel": 50,
     },
+    "compile_optimizer": "auto",
     "unshard_on_teardown": True,
     "state_dict_type": "sharded",
     "async_save": True,
@@ -108,6 +109,7 @@ def assert_every_option(strategy: Any) -> None:
     )
     assert (options.unshard_on_teardown, options.state_dict_type, options.report) == (True, "sharded", True)
     assert options.async_save is True
+    assert options.compile_optimizer == "auto"
     assert options.nonfinite_gradients == "raise"
     assert strategy._engine.replicas == 2
     assert strategy._engine.communication == Communication(12.5, "bfloat16", 2, 64.0)

@@ -30,7 +30,7 @@ def trained(*executors):
 
 def test_the_keys_and_types_are_those_of_the_interface():
     data = lts.explain(trained()).to_dict()
-    assert set(data) == {"steps", "parameters", "fallbacks"}
+    assert set(data) == {"steps", "parameters", "fallbacks", "optimizers"}
     (step,) = data["steps"].values()
     for key, kind in STEP_KEYS.items():
         assert type(step[key]) is kind, key

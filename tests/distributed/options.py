@@ -14,6 +14,7 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 import lightning_thunder_strategy as lts
+from lightning_thunder_strategy.executors.triton import interpreted
 from tests.distributed.models import make, vectors
 from tests.distributed.parity import EXACT, KINDS, _float64
 from tests.distributed.training import assert_equal_results, fit, fit_alone, fit_case, thunder
@@ -172,3 +173,16 @@ def check_deterministic_training_is_bit_equal() -> None:
         finally:
             torch.use_deterministic_algorithms(False)
         assert_equal_results(*runs, **exact)
+
+
+@_float64
+def check_optimizers_by_one_kernel_update_shards() -> None:
+    options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2, "limit_val_batches": 0, "batch_size": 3}
+    for case, name in (("odd_shapes", "SGD"), ("smooth", "AdamW")):
+        other = fit_case("ddp", case, **options)
+        for kind in ("ddp", "zero3"):
+            result = fit_case(thunder(kind, compile="off", compile_optimizer="auto"), case, **options)
+            assert_equal_results(result, other, **EXACT)
+            (record,) = lts.explain(result.trainer).to_dict()["optimizers"]
+            updated = {"triton" if interpreted() else "torch fused": len(result.gradients[-1])}
+            assert record == {"name": name, "parameters": updated, "reasons": {}}

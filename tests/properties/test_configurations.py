@@ -68,6 +68,7 @@ GOOD: dict[str, list[Any]] = {
     ],
     "state_dict_type": ["full", "sharded"],
     "async_save": [True, False],
+    "compile_optimizer": ["auto", False],
     "timeout": ["0:01:00", None],
     "sharding": ["zero1", "zero2", "zero3"],
     "start_method": ["popen", "spawn"],

@@ -30,6 +30,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "transforms": ({"transforms": [print]}, ("transforms", "print", "Transform")),
     "transforms single": ({"transforms": 3}, ("transforms", "3", "Transform")),
     "state_dict_type": ({"state_dict_type": "shard"}, ("state_dict_type", "'shard'", "'full'", "'sharded'")),
+    "compile_optimizer": ({"compile_optimizer": True}, ("compile_optimizer", "True", "'auto'", "False")),
     "report": ({"report": "yes"}, ("report", "'yes'", "True", "False")),
 }
 

@@ -34,7 +34,7 @@ def test_explain_gives_the_figures_of_each_step() -> None:
     run = fit(Classifier, thunder(), val=classification_data(seed=9), max_epochs=1)
     run.trainer.test(run.module, classification_data(), verbose=False)
     data = lts.explain(run.trainer).to_dict()
-    assert data.keys() == {"steps", "parameters", "fallbacks"}
+    assert data.keys() == {"steps", "parameters", "fallbacks", "optimizers"}
     assert data["steps"].keys() == {"training_step", "validation_step", "test_step"}
     for name, step in data["steps"].items():
         assert step["graphs"] == 1 and step["graph_breaks"] == [] and step["recompiles"] == []
@@ -46,7 +46,7 @@ def test_explain_gives_the_figures_of_each_step() -> None:
     assert training["executors"]["eager"] > test["executors"]["eager"]
     size = sum(p.numel() * p.element_size() for p in run.module.parameters())
     assert data["parameters"] == {"total_bytes": size, "local_bytes": size}
-    assert data["fallbacks"] == []
+    assert data["fallbacks"] == [] and data["optimizers"] == []
     assert lts.explain(run.trainer.strategy).to_dict() == lts.explain(run.module).to_dict() == data
 
 

@@ -24,8 +24,9 @@ class CompileConfig:
         dynamic: ``None`` compiles static shapes first and symbolic ones after a shape has changed, ``True`` starts
             with symbolic shapes, ``False`` compiles one program for each shape.
         cudagraphs: Replay the compiled CUDA kernels from CUDA graphs. Needs CUDA tensors and the ``inductor`` executor.
-        on_error: What happens when an executor cannot compile a region. ``"fallback"``: the next executor takes it,
-            with one warning. ``"raise"``: the error is raised.
+        on_error: What happens when an executor cannot compile a region, or ``compile_optimizer`` cannot update a
+            parameter. ``"fallback"``: the next executor, or torch's own optimizer, takes it, with one warning.
+            ``"raise"``: the error is raised.
         eager_random: Draw random numbers (dropout) from the same stream as eager PyTorch, also under ``inductor``.
             The ``eager`` executor always does.
         fuel: How many operations executors other than ``eager`` may take of each compiled function; then ``eager`` runs

@@ -212,18 +212,45 @@ class Record:
 
 
 @dataclass
+class OptimizerRecord:
+    """How the newest step of an optimizer was taken.
+
+    Attributes:
+        name: Of its class.
+        parameters: How many each implementation updated: ``"triton"``, ``"torch fused"``, or ``"torch"``, its own step.
+        reasons: Why torch's own step updated them, with how many.
+        told: Reasons that the user has been told.
+    """
+
+    name: str
+    parameters: Counter = field(default_factory=Counter)
+    reasons: Counter = field(default_factory=Counter)
+    told: set[str] = field(default_factory=set)
+
+    def begin(self) -> None:
+        """Another step begins."""
+        self.parameters.clear()
+        self.reasons.clear()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"name": self.name, "parameters": dict(self.parameters), "reasons": dict(self.reasons)}
+
+
+@dataclass
 class Report:
     """What ``lts.explain`` returns: print it, or take :meth:`to_dict`."""
 
     records: list[Record]
     parameters: dict[str, int]
+    optimizers: list[OptimizerRecord] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data: ``steps``, ``parameters`` and ``fallbacks``."""
+        """The report as plain data: ``steps``, ``parameters``, ``fallbacks`` and ``optimizers``."""
         return {
             "steps": {record.label or record.name: record.to_dict() for record in self.records},
             "parameters": dict(self.parameters),
             "fallbacks": [asdict(item) for record in self.records for item in record.all_fallbacks()],
+            "optimizers": [record.to_dict() for record in self.optimizers],
         }
 
     def __rich__(self) -> Any:

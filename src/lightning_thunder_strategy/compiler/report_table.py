@@ -30,6 +30,7 @@ def render(report: "Report") -> Any:
     for name, step in data["steps"].items():
         table.add_row(Text(name), Text("\n".join(_step_lines(step))))
     notes = [f"{item['executor']} failed on {item['region']}: {item['error']}" for item in data["fallbacks"]]
+    notes += [_optimizer_line(item) for item in data["optimizers"]]
     sizes = data["parameters"]
     notes.append(f"parameters: {size_text(sizes['total_bytes'])}, on this rank {size_text(sizes['local_bytes'])}")
     return Group(table, *(Text(note) for note in notes))
@@ -58,6 +59,15 @@ def _step_lines(step: dict[str, Any]) -> list[str]:
     lines += [f"break at {item['file']}:{item['line']}: {item['reason']}" for item in step["graph_breaks"]]
     lines += [f"recompiled: {item['reason']}" for item in step["recompiles"]]
     return lines
+
+
+def _optimizer_line(item: dict[str, Any]) -> str:
+    """How the newest step of an optimizer was taken."""
+    parts = []
+    for implementation, count in item["parameters"].items():
+        reasons = f" ({'; '.join(item['reasons'])})" if implementation == "torch" and item["reasons"] else ""
+        parts.append(f"{_count(count, 'parameter')} by {implementation}{reasons}")
+    return f"{item['name']}: {', '.join(parts) or 'no step'}"
 
 
 def decision_lines(decisions: Sequence[dict[str, str]]) -> list[str]:

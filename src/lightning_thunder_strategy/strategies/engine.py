@@ -28,6 +28,7 @@ from lightning_thunder_strategy.distributed.schemes import HybridSharded, Replic
 from lightning_thunder_strategy.distributed.tensor_parallel import ModulePlan, apply_plan
 from lightning_thunder_strategy.distributed.tensor_scheme import TensorParallel
 from lightning_thunder_strategy.distributed.together import check_same_gradients, check_same_inputs, share_random_state
+from lightning_thunder_strategy.optimizers.steps import OptimizerSteps
 from lightning_thunder_strategy.strategies.options import Communication, StrategyOptions, TensorOptions
 from lightning_thunder_strategy.transforms.add_once import AddOnce
 from lightning_thunder_strategy.transforms.bucketing import Bucket
@@ -81,6 +82,7 @@ class Engine:
         self.failed = False
         self._forget_checks()
         self.precision_passes: tuple[Transform, ...] = ()
+        self.optimizer_steps = OptimizerSteps(options.compile_optimizer, options.compile_config.on_error)
 
     @property
     def sharded(self) -> bool:
@@ -292,8 +294,8 @@ class Engine:
     # -------------------------------------------------------------------------------------------------------- report
 
     def report(self, records: Sequence[Record], module: Optional[nn.Module]) -> Report:
-        """What was compiled, and how large the parameters are."""
-        return Report(list(records), parameter_bytes(module))
+        """What was compiled, how large the parameters are, and who updates them."""
+        return Report(list(records), parameter_bytes(module), list(self.optimizer_steps.records))
 
 
 def parameter_bytes(module: Optional[nn.Module]) -> dict[str, int]:

@@ -23,6 +23,7 @@ from lightning_thunder_strategy.strategies.options import (
     BucketSize,
     Communication,
     Compile,
+    CompileOptimizer,
     Executors,
     NonfiniteGradients,
     ReduceDtype,
@@ -47,6 +48,9 @@ class ThunderStrategy(CompiledModulesStrategy, SingleDeviceStrategy):
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
         compile: ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
+        compile_optimizer: ``"auto"``: steps of ``Adam``, ``AdamW`` and ``SGD`` run as one kernel over many parameters,
+            on CUDA our own in Triton, on a CPU torch's fused one; what cannot is left to torch, and that is told once.
+            ``False``: torch's own steps. Off until the kernel has been measured on a GPU.
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
             of ``torch.distributed.checkpoint``.
 
@@ -62,11 +66,15 @@ class ThunderStrategy(CompiledModulesStrategy, SingleDeviceStrategy):
         executors: Executors = "auto",
         transforms: Sequence[Transform] = (),
         compile: Compile = "forward",
+        compile_optimizer: CompileOptimizer = False,
         state_dict_type: StateDictType = "full",
     ) -> None:
         super().__init__()
         config = compile_config(compile, highest="forward")
-        self._use(Engine(StrategyOptions(executors, transforms, config, "auto", state_dict_type, False), "none"))
+        options = StrategyOptions(
+            executors, transforms, config, "auto", state_dict_type, False, compile_optimizer=compile_optimizer
+        )
+        self._use(Engine(options, "none"))
 
     @property
     def parallel_devices(self) -> Optional[list[torch.device]]:
@@ -118,6 +126,9 @@ class ThunderDDPStrategy(DistributedStrategy):
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
         compile: ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
+        compile_optimizer: ``"auto"``: steps of ``Adam``, ``AdamW`` and ``SGD`` run as one kernel over many parameters,
+            on CUDA our own in Triton, on a CPU torch's fused one; what cannot is left to torch, and that is told once.
+            ``False``: torch's own steps. Off until the kernel has been measured on a GPU.
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
             of ``torch.distributed.checkpoint``.
         broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero after each step.
@@ -145,6 +156,7 @@ class ThunderDDPStrategy(DistributedStrategy):
         executors: Executors = "auto",
         transforms: Sequence[Transform] = (),
         compile: Compile = "forward",
+        compile_optimizer: CompileOptimizer = False,
         state_dict_type: StateDictType = "full",
         broadcast_buffers: bool = True,
         bucket_size_mb: BucketSize = 25.0,
@@ -162,7 +174,10 @@ class ThunderDDPStrategy(DistributedStrategy):
         self._broadcast_buffers = broadcast_buffers
         config = compile_config(compile, highest="forward")
         communication.check_compiled(config)
-        options = StrategyOptions(executors, transforms, config, "auto", state_dict_type, False, nonfinite_gradients)
+        options = StrategyOptions(
+            executors, transforms, config, "auto", state_dict_type, False, nonfinite_gradients,
+            compile_optimizer=compile_optimizer,
+        )  # fmt: skip
         self._use(Engine(options, "ddp", timeout, communication))
 
 
@@ -185,6 +200,9 @@ class ThunderFSDPStrategy(DistributedStrategy):
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
         compile: ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
+        compile_optimizer: ``"auto"``: steps of ``Adam``, ``AdamW`` and ``SGD`` run as one kernel over many parameters,
+            on CUDA our own in Triton, on a CPU torch's fused one; what cannot is left to torch, and that is told once.
+            ``False``: torch's own steps. Off until the kernel has been measured on a GPU.
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
             to which each rank writes its part.
         broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero after each step.
@@ -217,6 +235,7 @@ class ThunderFSDPStrategy(DistributedStrategy):
         executors: Executors = "auto",
         transforms: Sequence[Transform] = (),
         compile: Compile = "forward",
+        compile_optimizer: CompileOptimizer = False,
         state_dict_type: StateDictType = "full",
         broadcast_buffers: bool = True,
         bucket_size_mb: BucketSize = "block",
@@ -237,7 +256,10 @@ class ThunderFSDPStrategy(DistributedStrategy):
         self._broadcast_buffers = broadcast_buffers
         config = compile_config(compile, highest="forward")
         communication.check_compiled(config)
-        options = StrategyOptions(executors, transforms, config, False, state_dict_type, False, nonfinite_gradients)
+        options = StrategyOptions(
+            executors, transforms, config, False, state_dict_type, False, nonfinite_gradients,
+            compile_optimizer=compile_optimizer,
+        )  # fmt: skip
         self._use(Engine(options, sharding, timeout, communication, replicas, tensor))
 
     @override

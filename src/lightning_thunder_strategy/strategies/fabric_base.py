@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_thunder_strategy.compiler.compile import CompiledFunction, compiled_view, inlined_views
 from lightning_thunder_strategy.compiler.config import CompileConfig
-from lightning_thunder_strategy.compiler.report import Record, Report
+from lightning_thunder_strategy.compiler.report import OptimizerRecord, Record, Report
 from lightning_thunder_strategy.distributed import checkpoint as states
 from lightning_thunder_strategy.distributed import sharding
 from lightning_thunder_strategy.distributed.schemes import whole
@@ -116,7 +116,10 @@ class CompiledModulesStrategy(Strategy):
         for compiled in self._compiled:
             compiled.settle()
         self._engine.check_gradients(optimizer, [compiled.module for compiled in self._compiled])
-        result = super().optimizer_step(optimizer, **kwargs)
+        with self._engine.optimizer_steps.taken(getattr(optimizer, "_optimizer", optimizer)) as outside:
+            if kwargs.get("closure") is not None:
+                kwargs["closure"] = outside(kwargs["closure"])
+            result = super().optimizer_step(optimizer, **kwargs)
         for compiled in self._compiled:
             compiled.buffers_changed = self._broadcast_buffers
         return result
@@ -177,6 +180,10 @@ class CompiledModulesStrategy(Strategy):
         """The modules that were set up, as one."""
         modules = [compiled.module for compiled in self._compiled]
         return modules[0] if len(modules) == 1 else nn.ModuleList(modules) if modules else None
+
+    def optimizer_records(self) -> list[OptimizerRecord]:
+        """How optimizers took their newest steps; none without ``compile_optimizer``."""
+        return list(self._engine.optimizer_steps.records)
 
     def report(self) -> Report:
         """What was compiled, by whom, and what was not."""

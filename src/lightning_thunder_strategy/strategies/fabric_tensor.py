@@ -17,6 +17,7 @@ from lightning_thunder_strategy.strategies.options import (
     BucketSize,
     Communication,
     Compile,
+    CompileOptimizer,
     Executors,
     NonfiniteGradients,
     ReduceDtype,
@@ -46,6 +47,9 @@ class ThunderTPStrategy(DistributedStrategy):
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
         compile: ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
+        compile_optimizer: ``"auto"``: steps of ``Adam``, ``AdamW`` and ``SGD`` run as one kernel over many parameters,
+            on CUDA our own in Triton, on a CPU torch's fused one; what cannot is left to torch, and that is told once.
+            ``False``: torch's own steps. Off until the kernel has been measured on a GPU.
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
             to which each rank writes its part.
         broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero after each step.
@@ -75,6 +79,7 @@ class ThunderTPStrategy(DistributedStrategy):
         executors: Executors = "auto",
         transforms: Sequence[Transform] = (),
         compile: Compile = "forward",
+        compile_optimizer: CompileOptimizer = False,
         state_dict_type: StateDictType = "full",
         broadcast_buffers: bool = True,
         bucket_size_mb: BucketSize = 25.0,
@@ -93,7 +98,10 @@ class ThunderTPStrategy(DistributedStrategy):
         self._backward_sync_control = SyncControl()
         config = compile_config(compile, highest="forward")
         communication.check_compiled(config)
-        options = StrategyOptions(executors, transforms, config, False, state_dict_type, False, nonfinite_gradients)
+        options = StrategyOptions(
+            executors, transforms, config, False, state_dict_type, False, nonfinite_gradients,
+            compile_optimizer=compile_optimizer,
+        )  # fmt: skip
         self._use(Engine(options, "tp", timeout, communication, tensor=tensor))
 
     @override

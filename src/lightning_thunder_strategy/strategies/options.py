@@ -12,6 +12,7 @@ from lightning_thunder_strategy.compiler.config import CompileConfig, Mode, chec
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.distributed.tensor_styles import Plan, check_entries
 from lightning_thunder_strategy.executors.base import Executor
+from lightning_thunder_strategy.optimizers.steps import CompileOptimizer
 
 Executors = Union[Literal["auto"], list[Union[str, Executor]]]
 Compile = Union[CompileConfig, Mode]
@@ -41,11 +42,13 @@ class StrategyOptions:
     report: bool
     nonfinite_gradients: NonfiniteGradients = "ignore"
     async_save: bool = False
+    compile_optimizer: CompileOptimizer = False
 
     def __post_init__(self) -> None:
         check_choice("state_dict_type", self.state_dict_type, get_args(StateDictType))
         check_choice("unshard_on_teardown", self.unshard_on_teardown, ("auto", True, False))
         check_choice("report", self.report, (True, False))
+        check_choice("compile_optimizer", self.compile_optimizer, ("auto", False))
         check_choice("async_save", self.async_save, (True, False))
         check_choice("nonfinite_gradients", self.nonfinite_gradients, get_args(NonfiniteGradients))
         if not isinstance(self.transforms, Sequence) or isinstance(self.transforms, str):

@@ -27,6 +27,7 @@ from lightning_thunder_strategy.strategies.options import (
     BucketSize,
     Communication,
     Compile,
+    CompileOptimizer,
     Executors,
     NonfiniteGradients,
     ReduceDtype,
@@ -54,6 +55,9 @@ class ThunderStrategy(CompiledStepsStrategy, SingleDeviceStrategy):
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
         compile: ``"step"``, ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
+        compile_optimizer: ``"auto"``: steps of ``Adam``, ``AdamW`` and ``SGD`` run as one kernel over many parameters,
+            on CUDA our own in Triton, on a CPU torch's fused one; what cannot is left to torch, and that is told once.
+            ``False``: torch's own steps. Off until the kernel has been measured on a GPU.
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
             of ``torch.distributed.checkpoint``.
         async_save: During ``fit``, copy what a checkpoint holds and write it in the background while training goes on.
@@ -71,13 +75,17 @@ class ThunderStrategy(CompiledStepsStrategy, SingleDeviceStrategy):
         executors: Executors = "auto",
         transforms: Sequence[Transform] = (),
         compile: Compile = "step",
+        compile_optimizer: CompileOptimizer = False,
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
         report: bool = False,
     ) -> None:
         super().__init__()
         config = compile_config(compile, highest="step")
-        options = StrategyOptions(executors, transforms, config, "auto", state_dict_type, report, async_save=async_save)
+        options = StrategyOptions(
+            executors, transforms, config, "auto", state_dict_type, report, async_save=async_save,
+            compile_optimizer=compile_optimizer,
+        )  # fmt: skip
         self._use(Engine(options, "none"))
 
     @property
@@ -222,6 +230,9 @@ class ThunderDDPStrategy(DistributedStrategy):
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
         compile: ``"step"``, ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
+        compile_optimizer: ``"auto"``: steps of ``Adam``, ``AdamW`` and ``SGD`` run as one kernel over many parameters,
+            on CUDA our own in Triton, on a CPU torch's fused one; what cannot is left to torch, and that is told once.
+            ``False``: torch's own steps. Off until the kernel has been measured on a GPU.
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
             of ``torch.distributed.checkpoint``.
         async_save: During ``fit``, copy what a checkpoint holds and write it in the background while training goes on.
@@ -251,6 +262,7 @@ class ThunderDDPStrategy(DistributedStrategy):
         executors: Executors = "auto",
         transforms: Sequence[Transform] = (),
         compile: Compile = "step",
+        compile_optimizer: CompileOptimizer = False,
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
         report: bool = False,
@@ -269,8 +281,9 @@ class ThunderDDPStrategy(DistributedStrategy):
         config = compile_config(compile, highest="step")
         communication.check_compiled(config)
         options = StrategyOptions(
-            executors, transforms, config, "auto", state_dict_type, report, nonfinite_gradients, async_save
-        )
+            executors, transforms, config, "auto", state_dict_type, report, nonfinite_gradients, async_save,
+            compile_optimizer,
+        )  # fmt: skip
         self._use(Engine(options, "ddp", timeout, communication))
         self._broadcast_buffers = broadcast_buffers
 
@@ -294,6 +307,9 @@ class ThunderFSDPStrategy(ShardedStrategy):
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
         compile: ``"step"``, ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
+        compile_optimizer: ``"auto"``: steps of ``Adam``, ``AdamW`` and ``SGD`` run as one kernel over many parameters,
+            on CUDA our own in Triton, on a CPU torch's fused one; what cannot is left to torch, and that is told once.
+            ``False``: torch's own steps. Off until the kernel has been measured on a GPU.
         unshard_on_teardown: Whether the module has whole, plain parameters again after ``fit``: ``True``, ``False``, or
             ``"auto"`` for models under 1 GiB, and always if ``start_method`` is not ``"popen"``.
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
@@ -330,6 +346,7 @@ class ThunderFSDPStrategy(ShardedStrategy):
         executors: Executors = "auto",
         transforms: Sequence[Transform] = (),
         compile: Compile = "step",
+        compile_optimizer: CompileOptimizer = False,
         unshard_on_teardown: Unshard = "auto",
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
@@ -353,7 +370,8 @@ class ThunderFSDPStrategy(ShardedStrategy):
         unshard_on_teardown = check_unshard(unshard_on_teardown, start_method)
         communication.check_compiled(config)
         options = StrategyOptions(
-            executors, transforms, config, unshard_on_teardown, state_dict_type, report, nonfinite_gradients, async_save
-        )
+            executors, transforms, config, unshard_on_teardown, state_dict_type, report, nonfinite_gradients,
+            async_save, compile_optimizer,
+        )  # fmt: skip
         self._use(Engine(options, sharding, timeout, communication, replicas, tensor))
         self._broadcast_buffers = broadcast_buffers

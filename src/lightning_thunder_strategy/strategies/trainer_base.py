@@ -1,6 +1,6 @@
 """What all our Trainer strategies do: compiled steps, states, setup and teardown."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Optional
 
@@ -12,10 +12,11 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_thunder_strategy.compiler.config import CompileConfig
-from lightning_thunder_strategy.compiler.report import Record, Report
+from lightning_thunder_strategy.compiler.report import OptimizerRecord, Record, Report
 from lightning_thunder_strategy.compiler.transform import Transform
 from lightning_thunder_strategy.distributed import checkpoint as states
 from lightning_thunder_strategy.distributed import last_words, sharding
@@ -128,6 +129,7 @@ class CompiledStepsStrategy(SavedStates):
     @override
     def setup_optimizers(self, trainer: "pl.Trainer") -> None:
         self._reset_optimizers_and_schedulers()
+        self._engine.optimizer_steps.forget()
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             self._engine.check_optimizer(optimizer)
@@ -208,6 +210,13 @@ class CompiledStepsStrategy(SavedStates):
         optimizers = [*self._lightning_optimizers, *self.optimizers]
         return step(args, kwargs, optimizers, schedulers, self._gathering)
 
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Optional[nn.Module] = None, **kwargs: Any
+    ) -> Any:
+        with self._engine.optimizer_steps.taken(optimizer) as outside:
+            return super().optimizer_step(optimizer, outside(closure), model, **kwargs)
+
     def _before_step(self, step: CompiledStep, args: Sequence[Any]) -> None:
         """What happens before each step, outside its program."""
 
@@ -277,6 +286,10 @@ class CompiledStepsStrategy(SavedStates):
     def records(self) -> list[Record]:
         """What was compiled, one record a step."""
         return list(self._records.values())
+
+    def optimizer_records(self) -> list[OptimizerRecord]:
+        """How optimizers took their newest steps; none without ``compile_optimizer``."""
+        return list(self._engine.optimizer_steps.records)
 
     def report(self) -> Report:
         """What was compiled, by whom, and what was not."""

@@ -14,6 +14,7 @@ from lightning_thunder_strategy.strategies.options import (
     BucketSize,
     Communication,
     Compile,
+    CompileOptimizer,
     Executors,
     NonfiniteGradients,
     ReduceDtype,
@@ -46,6 +47,9 @@ class ThunderTPStrategy(ShardedStrategy):
             ``eager`` takes what is left.
         transforms: Your own passes over the program, in order.
         compile: ``"step"``, ``"forward"``, ``"submodules"`` or ``"off"``, or a ``CompileConfig`` with more options.
+        compile_optimizer: ``"auto"``: steps of ``Adam``, ``AdamW`` and ``SGD`` run as one kernel over many parameters,
+            on CUDA our own in Triton, on a CPU torch's fused one; what cannot is left to torch, and that is told once.
+            ``False``: torch's own steps. Off until the kernel has been measured on a GPU.
         unshard_on_teardown: Whether the module has whole, plain parameters again after ``fit``: ``True``, ``False``, or
             ``"auto"`` for models under 1 GiB, and always if ``start_method`` is not ``"popen"``.
         state_dict_type: ``"full"`` saves one file with the keys and shapes of the plain model, ``"sharded"`` a folder
@@ -79,6 +83,7 @@ class ThunderTPStrategy(ShardedStrategy):
         executors: Executors = "auto",
         transforms: Sequence[Transform] = (),
         compile: Compile = "step",
+        compile_optimizer: CompileOptimizer = False,
         unshard_on_teardown: Unshard = "auto",
         state_dict_type: StateDictType = "full",
         async_save: bool = False,
@@ -99,14 +104,8 @@ class ThunderTPStrategy(ShardedStrategy):
         config = compile_config(compile, highest="step")
         communication.check_compiled(config)
         options = StrategyOptions(
-            executors,
-            transforms,
-            config,
-            check_unshard(unshard_on_teardown, start_method),
-            state_dict_type,
-            report,
-            nonfinite_gradients,
-            async_save,
-        )
+            executors, transforms, config, check_unshard(unshard_on_teardown, start_method), state_dict_type, report,
+            nonfinite_gradients, async_save, compile_optimizer,
+        )  # fmt: skip
         self._use(Engine(options, "tp", timeout, communication, tensor=tensor))
         self._broadcast_buffers = broadcast_buffers
