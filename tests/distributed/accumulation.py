@@ -43,6 +43,15 @@ def check_the_last_batch_of_an_epoch_may_be_alone() -> None:
     assert _reductions(result.trainer, "zero1") == [0, 4, 4]  # accumulating, adding, alone
 
 
+@_float64
+def check_buffers_are_shared_when_ddp_shares_them() -> None:
+    """Before the first micro-batch of a window, unless a validation came in between."""
+    options = {"accumulate_grad_batches": 2, "batch_size": 2, "val_check_interval": 4}
+    other = fit_case("ddp", "stateful", **options)
+    for kind in ("ddp", "zero3"):
+        assert_equal_results(fit_case(thunder(kind), "stateful", **options), other, **EXACT)
+
+
 CASES = {"tied": ("zero1",), "checkpointed": ("ddp",)}
 
 

@@ -370,7 +370,7 @@ class Hooked(Regression):
 
 
 class Stateful(Regression):
-    """Buffers that the step changes, in place and by assignment, and host integers."""
+    """Buffers that the step changes, in place and by assignment, one in validation too, and host integers."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, 1))
@@ -380,7 +380,7 @@ class Stateful(Regression):
     def loss(self, batch: Any) -> Tensor:
         if self.training:
             self.steps += 1
-            self.average = 0.9 * self.average + 0.1 * batch[0].mean(0).detach()
+        self.average = 0.9 * self.average + 0.1 * batch[0].mean(0).detach()
         return super().loss(batch) * (1 + 0.01 * self.global_step) + self.average.sum()
 
 

@@ -86,7 +86,7 @@ check_unused_parameters = _equals("unused", UNUSED_ALLOWED, kinds=("ddp", "zero3
 check_weight_penalty = _equals("penalty", "ddp", "alone", kinds=("ddp", "zero2"), validate=False)
 check_activation_checkpointing_with_dropout = _equals("checkpointed", "ddp", kinds=("zero2", "zero3"), validate=False)
 check_parameter_hooks_see_averaged_gradients = _equals("hooked", "alone", kinds=("ddp", "zero3"), validate=False)
-check_buffers_that_the_step_changes = _equals("stateful", "ddp", kinds=("ddp", "zero3"), validate=False)
+check_buffers_that_the_step_changes = _equals("stateful", "ddp", kinds=("ddp", "zero3"))
 check_functional_calls_and_weights_taken_without_gradients = _equals(
     "functional", "ddp", "alone", kinds=("ddp", "zero2")
 )

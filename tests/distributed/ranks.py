@@ -1,5 +1,6 @@
 """Runs scenario functions on several real processes and returns what each rank returned."""
 
+import faulthandler
 import importlib
 import os
 import signal
@@ -16,6 +17,8 @@ from typing import Any, Optional
 
 from tests.distributed import forking
 from tests.distributed.forking import ROOT
+
+AFTER_THE_FIRST = 180  # seconds that other ranks may go on when one has ended
 
 
 class RanksFailed(AssertionError):
@@ -89,8 +92,12 @@ def _wait(processes: list[Any], timeout: float) -> bool:
     deadline = time.monotonic() + timeout
     try:
         while time.monotonic() < deadline:
-            if all(process.poll() is not None for process in processes):
+            running = [process for process in processes if process.poll() is None]
+            if not running:
                 return True
+            if len(running) < len(processes):
+                deadline = min(deadline, time.monotonic() + AFTER_THE_FIRST)
+            processes = running
             time.sleep(0.05)
         return False
     finally:
@@ -115,6 +122,7 @@ def free_port() -> int:
 def _main(folder: str, scenarios: Sequence[str]) -> None:
     import torch
 
+    faulthandler.enable()  # a crash says where it was
     torch.set_num_threads(1)
     failed = False
     for index, scenario in enumerate(scenarios):

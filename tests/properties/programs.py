@@ -75,7 +75,7 @@ def _make(part: Part, width: int) -> nn.Module:
 
 
 # What writes buffers, which eager PyTorch does once more when it recomputes a checkpointed region.
-WRITES_BUFFERS = {"BatchNorm", "Cache", "SpectralNorm", "Statistics"}
+WRITES_BUFFERS = {"BatchNorm", "Cache", "LateBuffer", "SpectralNorm", "Statistics"}
 
 
 def _pure(parts: tuple[Part, ...]) -> tuple[Part, ...]:

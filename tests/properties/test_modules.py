@@ -3,7 +3,7 @@
 import copy
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any, Optional
 
@@ -162,6 +162,10 @@ def check(
         options = lts.CompileConfig(**config)
         compiled = lts.compile(ours, executors=executors, transforms=transforms, config=options)
         for index, call in enumerate(calls):
+            if call.gradients == "forward":  # a program has its backward, even if nobody asks for it
+                twin = copy.deepcopy(reference)
+                if outcome(twin, replace(call, gradients="backward"), recipe.dtype, index)[1] is not None:
+                    return
             expected, eager_error = outcome(reference, call, recipe.dtype, index)
             actual, error = outcome(compiled, call, recipe.dtype, index)
             if eager_error is not None:

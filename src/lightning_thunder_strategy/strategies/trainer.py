@@ -103,6 +103,8 @@ class DistributedStrategy(CompiledStepsStrategy, DDPStrategy):
 
     is_distributed = True  # type: ignore[assignment]
     _broadcast_buffers: bool
+    _blocked = False  # whether Lightning has asked for a backward without communication
+    _shares_buffers = True  # before the next step, as DDP does: if the last one communicated gradients
 
     @property
     @override
@@ -134,6 +136,7 @@ class DistributedStrategy(CompiledStepsStrategy, DDPStrategy):
     @override
     def setup(self, trainer: "pl.Trainer") -> None:
         self._engine.check_precision(self.precision_plugin)
+        self._shares_buffers = True
         super().setup(trainer)
 
     @override
@@ -143,8 +146,9 @@ class DistributedStrategy(CompiledStepsStrategy, DDPStrategy):
         accumulation = self._accumulation()
         if accumulation is None or self._engine.scheme is None:
             return
-        if self._broadcast_buffers and self._stage == "training" and not accumulation.waiting:
+        if self._broadcast_buffers and self._stage == "training" and self._shares_buffers:
             broadcast_buffers(module, self._engine.scheme.mesh, again=True)
+        self._shares_buffers = step.record.name == "training_step" and not self._blocked
         if step.record.name != "training_step":
             accumulation.local = False
             return
@@ -164,11 +168,13 @@ class DistributedStrategy(CompiledStepsStrategy, DDPStrategy):
     @override
     def block_backward_sync(self) -> Iterator[None]:
         accumulation, scheme = self._accumulation(), self._engine.scheme
-        if accumulation is None or scheme is None or not scheme.accumulates:
-            yield
-            return
-        with accumulation.hold():
-            yield
+        waits = accumulation is not None and scheme is not None and scheme.accumulates
+        before, self._blocked = self._blocked, True
+        try:
+            with accumulation.hold() if accumulation is not None and waits else nullcontext():
+                yield
+        finally:
+            self._blocked = before
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -237,7 +243,8 @@ class ThunderDDPStrategy(DistributedStrategy):
             of ``torch.distributed.checkpoint``.
         async_save: During ``fit``, copy what a checkpoint holds and write it in the background while training goes on.
         report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
-        broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero before each step.
+        broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero when DDP
+            does: before a step, if the one before it communicated gradients.
         bucket_size_mb: Mebibytes of gradients that a program reduces at once; 0: each parameter's by itself;
             ``"block"``: those of one block of the model (an entry of a ``ModuleList`` or ``Sequential``) together.
         reduce_dtype: The type in which programs reduce gradients: ``"float32"``, ``"bfloat16"`` or ``"float16"``; by
@@ -316,7 +323,8 @@ class ThunderFSDPStrategy(ShardedStrategy):
             to which each rank writes its part.
         async_save: During ``fit``, copy what a checkpoint holds and write it in the background while training goes on.
         report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
-        broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero before each step.
+        broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero when DDP
+            does: before a step, if the one before it communicated gradients.
         bucket_size_mb: Mebibytes of whole parameters that a program gathers or reduces at once; 0: each by itself;
             ``"block"``: those of one block of the model (an entry of a ``ModuleList`` or ``Sequential``) together.
         reduce_dtype: The type in which programs reduce gradients: ``"float32"``, ``"bfloat16"`` or ``"float16"``; by

@@ -56,7 +56,8 @@ class ThunderTPStrategy(ShardedStrategy):
             to which each rank writes its part.
         async_save: During ``fit``, copy what a checkpoint holds and write it in the background while training goes on.
         report: Print what was compiled, by whom, and what was not, at the end of ``fit``.
-        broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero before each step.
+        broadcast_buffers: Give every rank the buffers (such as BatchNorm statistics) of rank zero when DDP
+            does: before a step, if the one before it communicated gradients.
         bucket_size_mb: Mebibytes of gradients that a program reduces at once; 0: each parameter's by itself;
             ``"block"``: those of one block of the model (an entry of a ``ModuleList`` or ``Sequential``) together.
         reduce_dtype: The type in which programs reduce gradients: ``"float32"``, ``"bfloat16"`` or ``"float16"``; by
