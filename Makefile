@@ -57,7 +57,7 @@ LIGER_VERSION ?= 0.8.5
 triton: setup
 	$(PIP) --no-deps --target build/triton/site triton==$(TRITON_VERSION) liger-kernel==$(LIGER_VERSION)
 	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/build/triton/site $(BIN)/python -m pytest tests/executors/test_triton.py \
-		tests/executors/test_liger.py tests/optimizers
+		tests/executors/test_liger.py tests/optimizers tests/strategies/test_compile_optimizer.py
 	PYTHONPATH=$(CURDIR)/build/triton/site $(BIN)/python -m tests.executors.compile_kernels
 
 # FUZZ_EXAMPLES random examples for each property; make test runs a few, always the same.

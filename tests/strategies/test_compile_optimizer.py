@@ -74,6 +74,18 @@ def test_trainer_trains_as_with_torchs_own(make: Any, options: dict) -> None:
     assert lts.explain(theirs.trainer).to_dict()["optimizers"] == []
 
 
+class ReadsLearningRate(Scheduled):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * (1 + self.optimizers().param_groups[0]["lr"])
+
+
+def test_a_step_that_looks_at_the_optimizer_compiles_no_more_often() -> None:
+    options = {"precision": "64-true", "accumulate_grad_batches": 2, "max_epochs": 4}
+    ours, theirs = (fit(ReadsLearningRate, thunder(compile_optimizer=value), **options) for value in ("auto", False))
+    assert_close(ours, theirs)
+    assert ours.step()["graphs"] == theirs.step()["graphs"] and ours.step()["graph_breaks"] == []
+
+
 class SomeInfinite(WithSgd):
     def on_after_backward(self) -> None:
         if self.global_step == 2:
