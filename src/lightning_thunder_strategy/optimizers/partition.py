@@ -22,16 +22,21 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def implementation_for(device: torch.device, types: Sequence[torch.dtype]) -> tuple[Optional[Implementation], str]:
+def implementation_for(
+    device: torch.device, types: Sequence[torch.dtype], fused_types: Sequence[torch.dtype]
+) -> tuple[Optional[Implementation], str]:
     """What updates parameters on ``device``; or ``None``, and why nothing does.
 
     Args:
         device: Theirs.
         types: Of parameter, gradient and states.
+        fused_types: Those of which torch's fused kernel gives right values on a CPU.
     """
     if device.type == "cpu" and not interpreted():
         if len(set(types)) > 1:
             return None, "their gradients or states have another type than they have"
+        if types[0] not in fused_types:
+            return None, f"they are {types[0]}, for which torch's fused kernel on a CPU is not exact"
         return "torch fused", ""
     if device.type not in ("cpu", "cuda"):
         return None, f"they are on {device}, and kernels run on cuda and cpu"

@@ -105,7 +105,7 @@ class OptimizerSteps:
         kinds, left = rows_of_one_kind(columns, held, update.marks(lists))
         plan: list[tuple[Implementation, list[int]]] = []
         for kind, indices in kinds.items():
-            implementation, problem = self._implementation(*kind[:2])
+            implementation, problem = self._implementation(update, *kind[:2])
             if implementation is None:
                 left.setdefault(problem, []).extend(indices)
             else:
@@ -150,8 +150,8 @@ class OptimizerSteps:
             return False
         return True
 
-    def _implementation(self, device: torch.device, types: tuple[torch.dtype, ...]) -> tuple[Any, str]:
-        implementation, why = implementation_for(device, types)
+    def _implementation(self, update: Update, device: torch.device, types: tuple[torch.dtype, ...]) -> tuple[Any, str]:
+        implementation, why = implementation_for(device, types, update.fused_types)
         if implementation is not None and implementation in self._failed:
             return None, self._failed[implementation]
         return implementation, why

@@ -25,9 +25,11 @@ class Update:
 
     Attributes:
         optimizer: The class; its subclasses that change only options are taken too.
+        fused_types: Types in which torch's fused kernel gives right values on a CPU.
     """
 
     optimizer: ClassVar[type[Optimizer]]
+    fused_types: ClassVar[tuple[torch.dtype, ...]]
 
     def refuses(self, optimizer: Optimizer, group: dict[str, Any]) -> Optional[str]:
         """Why the options of a param group are left to torch, or ``None``."""
@@ -67,6 +69,7 @@ class Adam(Update):
     """``Adam`` and ``AdamW``."""
 
     optimizer = TorchAdam
+    fused_types = (torch.float64, torch.float32, torch.bfloat16)  # torch's own step divides by 0 in float16
 
     def refuses(self, optimizer: Optimizer, group: dict[str, Any]) -> Optional[str]:
         if any(isinstance(beta, Tensor) for beta in group["betas"]):
@@ -113,6 +116,10 @@ class Sgd(Update):
     """``SGD``."""
 
     optimizer = TorchSgd
+    fused_types = (
+        torch.float64,
+        torch.float32,
+    )  # it does not update others, https://github.com/pytorch/pytorch/issues/191763
 
     def columns(self, lists: Lists, group: dict[str, Any]) -> list[list[Tensor]]:
         parameters, gradients, buffers = lists
