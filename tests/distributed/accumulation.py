@@ -81,6 +81,12 @@ def check_smaller_units_accumulate() -> None:
         assert_equal_results(fit_case(thunder(kind, compile=mode), "smooth", **ACCUMULATE), other, **EXACT)
 
 
+@_float64
+def check_two_parameters_with_one_gradient_accumulate_uncompiled() -> None:
+    other = fit_case("ddp", "odd_shapes", **ACCUMULATE)
+    assert_equal_results(fit_case(thunder("zero1", compile="off"), "odd_shapes", **ACCUMULATE), other, **EXACT)
+
+
 class Sometimes(Smooth):
     """A layer that only some micro-batches use: every second, or all but the last of three."""
 

@@ -180,7 +180,7 @@ def check_optimizers_by_one_kernel_update_shards() -> None:
     options = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.2, "limit_val_batches": 0, "batch_size": 3}
     for case, name in (("odd_shapes", "SGD"), ("smooth", "AdamW")):
         other = fit_case("ddp", case, **options)
-        for kind in ("ddp", "zero3"):
+        for kind in ("ddp", "zero1", "zero3"):
             result = fit_case(thunder(kind, compile="off", compile_optimizer="auto"), case, **options)
             assert_equal_results(result, other, **EXACT)
             (record,) = lts.explain(result.trainer).to_dict()["optimizers"]

@@ -204,6 +204,8 @@ class _Unreduced(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> DTensor:  # type: ignore[override]
+        if type(gradient) is Tensor:  # not while a program is made, which separates the gradients that it returns
+            gradient = gradient.clone()  # may be another parameter's too, and the next micro-batch's is added in place
         return DTensor.from_local(gradient, ctx.mesh, [Partial("avg")] * ctx.mesh.ndim, run_check=False)
 
 
