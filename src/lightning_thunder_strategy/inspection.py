@@ -64,4 +64,4 @@ def _strategy(x: Any) -> Any:
     candidates = [x, getattr(x, "strategy", None), getattr(x, "_strategy", None)]
     for runner in (getattr(x, "_trainer", None), getattr(x, "_fabric", None)):
         candidates.append(getattr(runner, "strategy", None))
-    return next((item for item in candidates if callable(getattr(item, "records", None))), None)
+    return next((item for item in candidates if callable(getattr(item, "optimizer_records", None))), None)

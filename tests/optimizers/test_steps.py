@@ -271,6 +271,15 @@ def test_only_the_parameters_that_need_it_are_left() -> None:
     torch.testing.assert_close(optimizer.state_dict(), reference.state_dict())
 
 
+def test_strides_of_dimensions_of_one_do_not_matter() -> None:
+    held = nn.Parameter(torch.ones(1, 8, dtype=torch.float64, device=DEVICE)[:, 4:])
+    held.grad = torch.ones(1, 4, dtype=torch.float64, device=DEVICE)
+    optimizer = SGD([held], momentum=0.9)
+    optimizer.state[held]["momentum_buffer"] = torch.zeros_like(held.grad)
+    assert held.stride() == (8, 1) and held.grad.stride() == (4, 1)
+    assert step(optimizer)["parameters"] == {BY: 1}
+
+
 def test_sparse_gradients_are_left_to_torch() -> None:
     theirs, ours = ([nn.Embedding(5, 3, sparse=True, device=DEVICE) for _ in range(1)] for _ in range(2))
     ours[0].load_state_dict(theirs[0].state_dict())

@@ -77,7 +77,7 @@ def rows_of_one_kind(
 
 def laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
     """The gradient, in memory in the parameter's order."""
-    if gradient.stride() == parameter.stride():
+    if _same_order(gradient, parameter):
         return gradient
     return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
 
@@ -85,7 +85,7 @@ def laid_out_as(parameter: Tensor, gradient: Tensor) -> Tensor:
 def _problem(tensors: Sequence[Tensor]) -> Optional[str]:
     """Why torch must take a parameter with its gradient and states. Runs for each parameter in each step."""
     parameter, gradient, *states = tensors
-    device, shape, stride = parameter.device, parameter.shape, parameter.stride()
+    device, shape = parameter.device, parameter.shape
     for tensor in tensors:
         if type(tensor) not in _PLAIN:
             return f"there are tensors of the type {type(tensor).__name__}"
@@ -98,7 +98,7 @@ def _problem(tensors: Sequence[Tensor]) -> Optional[str]:
     for state in states:
         if state.dtype is not states[0].dtype:
             return "their states differ in type"
-        if state.stride() != stride:
+        if not _same_order(state, parameter):
             return "their memory is in another order than that of their states"
     return None if parameter.is_contiguous() or _dense(parameter) else "their memory has gaps"
 
@@ -108,6 +108,14 @@ def _spread_otherwise(row: Sequence[Tensor]) -> Optional[str]:
     if len(placements) == 1:
         return None
     return "they and their gradients or states are spread over the ranks in different ways"
+
+
+def _same_order(tensor: Tensor, other: Tensor) -> bool:
+    """Whether the elements of two tensors of one shape are in memory in one order, at equal distances."""
+    strides = tensor.stride(), other.stride()
+    if strides[0] == strides[1]:
+        return True
+    return all(one == another or size == 1 for one, another, size in zip(*strides, other.shape))
 
 
 def _dense(tensor: Tensor) -> bool:
