@@ -113,6 +113,14 @@ def test_every_linear_is_listed() -> None:
     assert "lm_head, 32 to 64 features: left alone" in str(lts.explain(low))
 
 
+def test_names_may_have_other_characters_than_identifiers() -> None:
+    module = nn.Sequential(nn.ModuleDict({"a-b": nn.Linear(16, 16)}))
+    low = lts.compile(lambda x: module[0]["a-b"](x), ["eager"], transforms=[LowPrecisionLinears(SMALL, ["*a-b"])])
+    low(torch.randn(3, 16))
+    (only,) = decisions(low).values()
+    assert only["reason"] == "its name is in skip='*a-b'"
+
+
 def test_linears_in_checkpointed_regions_are_listed() -> None:
     module = Net(checkpointed=True)
     low = compiled(module, skip=["body.2", "fre?"])

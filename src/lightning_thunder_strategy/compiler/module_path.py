@@ -34,4 +34,4 @@ def path_name(path: str) -> str:
     return ".".join(part for pair in _PATH.findall(path) for part in pair if part and part != "_modules")
 
 
-_PATH = re.compile(r"\.(\w+)|(?<!^L)(?<!^G)\['(\w+)'\]")  # after the root, which is L['name'] or G['name']
+_PATH = re.compile(r"\.([^.\[]+)|(?<!^L)(?<!^G)\['([^']+)'\]")  # after the root, which is L['name'] or G['name']
