@@ -68,6 +68,8 @@ def products(outliers: bool) -> None:
     (y := F.linear(*bf16)).backward(g.bfloat16())
     rows.append(["bf16", *_errors(y, bf16, expected, exact)])
     for name, recipe in RECIPES.items():
+        if recipe.amax_history_len:
+            continue  # its scales come from steps before
         torch.manual_seed(0)
         low = [t.clone().requires_grad_() for t in (x, w)]
         y = scaled_linear(*low, None, **recipe.arguments(), native=False, dtype=torch.float32)

@@ -337,9 +337,10 @@ PLUGINS = [
     {
         "precision": {"input": "e4m3", "weight": "e5m2", "gradient": "e5m2", "scaling": "row",
                       "power_of_two_scales": True, "scale_up": False, "gradient_rounding": "stochastic",
-                      "hadamard": False, "min_features": 64},
+                      "hadamard": False, "min_features": 64, "amax_history_len": 0},
         "base": "32-true", "skip": [],
     },
+    {"precision": "fp8-delayed", "base": "bf16-true", "skip": ["*lm_head"]},
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from lightning_thunder_strategy.precision.scaling import quantize
 from tests.precision.test_scaling import reference
 
 CPU = torch.device("cpu")
+NAMES = [name for name in RECIPES if name != "fp8-delayed"]  # alone it computes as fp8: see test_delayed.py
 
 
 def inputs(tokens: int = 24, features: int = 160, out: int = 96) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -42,7 +43,7 @@ def expected_products(recipe: Recipe, x: torch.Tensor, w: torch.Tensor, g: torch
     ]
 
 
-@pytest.mark.parametrize("name", [name for name in RECIPES if name != "fp8-rowwise"])  # its scales: see below
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "fp8-rowwise"])  # its scales: see below
 def test_products_are_those_of_rounded_matrices(name: str) -> None:
     recipe = dataclasses.replace(resolve_recipe(name), gradient_rounding="nearest", scale_up=False)
     x, w, g = inputs()
@@ -117,7 +118,7 @@ def test_native_products_have_the_layouts_that_gpus_need(
             assert found.shape == (sides[0].values.shape[0], sides[1].values.shape[0])
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 def test_error_is_what_the_format_gives(name: str) -> None:
     """Against the exact linear: a wrong scale or a transposed operand would be far off."""
     bound = {"fp8": 0.05, "fp8-rowwise": 0.05, "fp8-block": 0.05, "mxfp8": 0.05, "mxfp6-e2m3": 0.06,
@@ -135,7 +136,7 @@ def test_error_is_what_the_format_gives(name: str) -> None:
     torch.testing.assert_close(low[2].grad, exact[2].grad)  # the bias is outside
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_and_infinity_are_not_hidden(name: str, bad: float) -> None:
     x, w, g = inputs()
@@ -197,6 +198,8 @@ def test_random_rounding_averages_out() -> None:
         ({"hadamard": True}, "hadamard=True is not allowed with scaling='tensor'"),
         ({"min_features": 0}, "min_features=0 is not allowed"),
         ({"scaling": "mx", "power_of_two_scales": True}, "power_of_two_scales=True is not allowed with scaling='mx'"),
+        ({"amax_history_len": -1}, "amax_history_len=-1 is not allowed: choose a whole number from 0"),
+        ({"amax_history_len": 2, "scaling": "row"}, "amax_history_len=2 is not allowed with scaling='row'"),
         ({"scale_up": True}, "scale_up=True is not allowed with scaling='tensor'"),
     ],
 )

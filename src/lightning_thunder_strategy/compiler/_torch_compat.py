@@ -6,6 +6,7 @@ package calls these.
 """
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any, Optional
 
 import torch
@@ -33,6 +34,14 @@ def outside_fake_mode() -> contextlib.AbstractContextManager:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
+
+
+def fake_like(tensor: torch.Tensor, values: Sequence[Any]) -> torch.Tensor:
+    """A fake of ``tensor``, of fixed sizes, that goes with the fake ones among ``values``; itself if there are none."""
+    from torch._guards import detect_fake_mode
+
+    mode = detect_fake_mode([value for value in values if isinstance(value, torch.Tensor)])
+    return tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
 
 
 def defining_module(op: torch._ops.OpOverload) -> Optional[str]:

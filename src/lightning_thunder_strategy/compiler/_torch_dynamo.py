@@ -171,6 +171,11 @@ def placeholder_source(node: fx.Node) -> Optional[str]:
     return name() if callable(name) else name
 
 
+def no_source(node: fx.Node) -> None:
+    """Say that an input that was added to a program comes from nowhere in the user's code."""
+    node._dynamo_source = None  # type: ignore[attr-defined]
+
+
 @contextlib.contextmanager
 def compiled_calls(entries: Mapping[torch.nn.Module, Optional[Callable]]) -> Iterator[None]:
     """While open, each module's ``__call__`` goes to its entry, or is plain where that is ``None``. Uses the attribute

@@ -187,6 +187,7 @@ class Pipeline:
         program.traces.append(trace.snapshot("as read by TorchDynamo"))
         pipeline_key = self.cache_key  # before any pass has run
         functions = self._acquired_passes(trace, program)
+        example_inputs = [*example_inputs, *trace.added_inputs.values()]
         key = self._stored_key(trace, example_inputs, functions, pipeline_key)
         stored = cache.load(key) if key is not None else None
 
@@ -197,7 +198,7 @@ class Pipeline:
         placeholders = gm.graph.find_nodes(op="placeholder")
         differentiation = Differentiation(
             program,
-            [origins.get(node, Origin(node.name, "argument")) for node in placeholders],
+            [trace.origin(node) or Origin(node.name, "argument") for node in placeholders],
             self.executors,
             self.transforms,
             self.config,
@@ -211,6 +212,9 @@ class Pipeline:
                 program.restore(stored)
             elif spare is not None:
                 compiled = differentiation.compile(spare, example_inputs, None, functions)
+        trace.take_added_inputs_out()
+        for wrap in reversed(trace.calls):
+            compiled = wrap(compiled)
         return compiled
 
     def _acquired_passes(self, trace: Trace, program: Program) -> dict[str, str]:

@@ -13,7 +13,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_thunder_strategy.compiler import _torch_aot, _torch_compat, saving
+from lightning_thunder_strategy.compiler import _torch_aot, _torch_compat, _torch_dynamo, saving
 from lightning_thunder_strategy.compiler.emit import Emission, Notes, emit, node_value, type_text
 from lightning_thunder_strategy.compiler.expressions import mesh_expression
 
@@ -109,6 +109,8 @@ class Trace:
 
     Attributes:
         decisions: A pass may add what it did with parts of the program: the report lists it.
+        added_inputs: What :meth:`add_input` has added, with an example of each.
+        calls: What :meth:`call_through` was given.
     """
 
     def __init__(
@@ -127,6 +129,8 @@ class Trace:
         self._notes = dict(notes or {})
         self._outputs = tuple(outputs)
         self.decisions: list[Decision] = []
+        self.added_inputs: dict[fx.Node, torch.Tensor] = {}
+        self.calls: list[Callable[[Callable], Callable]] = []
         self._emission: Optional[Emission] = None
         self._inputs: Optional[tuple[TraceInput, ...]] = None
 
@@ -146,6 +150,38 @@ class Trace:
     def origin(self, node: fx.Node) -> Optional[Origin]:
         """What is known of an input of the live program."""
         return self._origins.get(node)
+
+    def add_input(self, name: str, example: torch.Tensor) -> fx.Node:
+        """Give a live acquired program one more input, after the others, that :meth:`call_through` fills.
+
+        Args:
+            name: Its name in the printed function.
+            example: A tensor like it, of the same sizes in every call.
+        """
+        operation = next(node for node in self.graph.nodes if node.op != "placeholder")
+        with self.graph.inserting_before(operation):
+            node = self.graph.placeholder(name)
+        value = _torch_compat.fake_like(example, [node_value(other) for other in self.graph.nodes])
+        node.meta["example_value"] = value
+        _torch_dynamo.no_source(node)
+        self._origins[node] = Origin(name, "argument")
+        self.added_inputs[node] = value
+        return node
+
+    def take_added_inputs_out(self) -> None:
+        """Once the program has been compiled: TorchDynamo calls it with what its graph has as inputs."""
+        for node in self.added_inputs:
+            with self.graph.inserting_after(node):
+                node.replace_all_uses_with(self.graph.call_function(_filled_in_by_a_pass, (node.name,)))
+            self.graph.erase_node(node)
+
+    def call_through(self, wrap: Callable[[Callable], Callable]) -> None:
+        """Say how a compiled program is called that a pass has given more inputs or outputs.
+
+        Args:
+            wrap: Makes of the compiled program a function with the inputs and outputs that it had before.
+        """
+        self.calls.append(wrap)
 
     def snapshot(self, provenance: str) -> "Trace":
         """A record of the live program as it is now."""
@@ -262,6 +298,10 @@ class Trace:
             _describe(name, origin, node_value(node), self.stage == "acquired")
             for name, origin, node in zip(emission.inputs, origins, placeholders)
         )
+
+
+def _filled_in_by_a_pass(name: str) -> None:
+    raise AssertionError(f"{name!r} exists in the compiled program only")
 
 
 def _describe(name: str, origin: Origin, value: Any, differentiable: bool) -> TraceInput:

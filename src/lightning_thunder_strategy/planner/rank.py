@@ -76,8 +76,10 @@ class PlannedEngine(LoneEngine):
         return super().release_module(module)
 
     @override
-    def pipeline(self, modules: Mapping[str, nn.Module], fullgraph: bool, mode: Optional[Mode] = None) -> Pipeline:
-        pipeline = super().pipeline(modules, fullgraph, mode)
+    def pipeline(
+        self, modules: Mapping[str, nn.Module], fullgraph: bool, mode: Optional[Mode] = None, number: int = 0
+    ) -> Pipeline:
+        pipeline = super().pipeline(modules, fullgraph, mode, number)
         pipeline.config = dataclasses.replace(pipeline.config, on_error="raise")
         self.fused = any(executor.name == "inductor" for executor in pipeline.executors)
         whole = fullgraph and pipeline.config.mode == "step"

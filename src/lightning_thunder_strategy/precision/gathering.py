@@ -4,7 +4,7 @@ One scale for a whole weight needs the largest magnitude over all its shards: th
 reduced by one collective. The weight's gradient is reduced as before, in its own precision.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Optional
 
 import torch
@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from lightning_thunder_strategy.compiler import _torch_aot
 from lightning_thunder_strategy.compiler.emit import node_value
+from lightning_thunder_strategy.precision.delayed import KINDS
 from lightning_thunder_strategy.precision.formats import FORMATS, FormatName, cast
-from lightning_thunder_strategy.precision.scaling import largest_to_scale
+from lightning_thunder_strategy.precision.scaling import largest_magnitude, largest_to_scale
 from lightning_thunder_strategy.transforms.unshard_policy import GATHER_REGION, is_form_of, parameter_gather
 
 _MARK = "lts_low_precision_gather"  # in the node metadata that AOTAutograd hands on
@@ -32,11 +33,7 @@ def shard_scales(shards: Sequence[DTensor], format_name: FormatName, power_of_tw
         float32 ``[weights]``, the same on every rank.
     """
     with torch.no_grad():
-        local = [shard.detach().to_local() for shard in shards]
-        largest = torch.stack([
-            part.abs().amax().to(torch.float32) if part.numel() else part.new_zeros((), dtype=torch.float32)
-            for part in local
-        ])  # fmt: skip
+        largest = torch.stack([largest_magnitude(shard.detach().to_local()) for shard in shards])
         mesh = shards[0].device_mesh
         kinds = [Partial("max") if isinstance(kind, Shard) else Replicate() for kind in shards[0].placements]
         reduced = DTensor.from_local(largest, mesh, kinds, run_check=False).redistribute(
@@ -90,7 +87,11 @@ def stored_shard(weight: fx.Node) -> Optional[fx.Node]:
 
 
 def insert_gathers(
-    program: fx.GraphModule, weights: Sequence[fx.Node], format_name: FormatName, power_of_two_scales: bool
+    program: fx.GraphModule,
+    weights: Sequence[fx.Node],
+    format_name: FormatName,
+    power_of_two_scales: bool,
+    known: Optional[Mapping[fx.Node, fx.Node]] = None,
 ) -> dict[fx.Node, dict[str, Any]]:
     """Gather weights in low precision besides.
 
@@ -99,6 +100,7 @@ def insert_gathers(
         weights: Gathered whole weights, each with a :func:`stored_shard`.
         format_name: Their format.
         power_of_two_scales: Round scales up to powers of two.
+        known: For each weight the scales of a linear that it belongs to, if they need not be found (delayed scaling).
 
     Returns:
         For each weight the arguments that ``scaled_linear`` takes for it.
@@ -109,6 +111,9 @@ def insert_gathers(
         shard = stored_shard(weight)
         assert shard is not None
         stored = node_value(shard)
+        if known is not None:
+            result[weight] = _gather(graph, weight, shard, known[weight], KINDS.index("weight"), format_name)
+            continue
         groups.setdefault((stored.device_mesh, stored.placements), []).append((weight, shard))
     last_input = graph.find_nodes(op="placeholder")[-1]
     for group in groups.values():
@@ -116,11 +121,17 @@ def insert_gathers(
             shards = [shard for _, shard in group]
             scales = graph.call_function(shard_scales, (shards, format_name, power_of_two_scales))
         for index, (weight, shard) in enumerate(group):
-            with graph.inserting_after(weight):
-                values = graph.call_function(gathered_values, (shard, scales, index, format_name))
-            values.meta["custom"] = {_MARK: format_name}
-            result[weight] = {"weight_values": values, "weight_scales": scales, "weight_index": index}
+            result[weight] = _gather(graph, weight, shard, scales, index, format_name)
     return result
+
+
+def _gather(
+    graph: fx.Graph, weight: fx.Node, shard: fx.Node, scales: fx.Node, index: int, format_name: FormatName
+) -> dict[str, Any]:
+    with graph.inserting_after(weight):
+        values = graph.call_function(gathered_values, (shard, scales, index, format_name))
+    values.meta["custom"] = {_MARK: format_name}
+    return {"weight_values": values, "weight_scales": scales, "weight_index": index}
 
 
 def settle_gathers(graph: fx.Graph) -> None:

@@ -10,7 +10,7 @@ from lightning_thunder_strategy.precision.formats import FormatName
 from lightning_thunder_strategy.precision.hadamard import SIZE, transform
 from lightning_thunder_strategy.precision.product import multiply
 from lightning_thunder_strategy.precision.recipe import Recipe, Scaling
-from lightning_thunder_strategy.precision.scaling import Granularity, Quantized, pad_to, quantize
+from lightning_thunder_strategy.precision.scaling import Granularity, Quantized, largest_magnitude, pad_to, quantize
 
 
 def scaled_linear(
@@ -24,6 +24,8 @@ def scaled_linear(
     weight_values: Optional[Tensor] = None,
     weight_scales: Optional[Tensor] = None,
     weight_index: int = 0,
+    scales: Optional[Tensor] = None,
+    gradient_amax: Optional[Tensor] = None,
     **options: Any,
 ) -> Tensor:
     """``F.linear`` whose three products are computed in low precision. The bias is added outside of them.
@@ -40,6 +42,8 @@ def scaled_linear(
             what the gradient belongs to.
         weight_scales: The scales of several weights.
         weight_index: Which of them is this weight's.
+        scales: Delayed scaling: float32 ``[3]``, the scales of input, weight and gradient.
+        gradient_amax: Delayed scaling: float32 ``[]``; its gradient is the largest magnitude of the output's gradient.
         options: More of the recipe's fields.
     """
     settings = _Settings(Recipe(*formats, scaling, **options), native, dtype)
@@ -48,8 +52,10 @@ def scaled_linear(
         if flat.shape[0] == 0:
             result = flat.to(dtype) @ weight.to(dtype).t()
         else:
-            scale = weight_scales[weight_index] if weight_scales is not None else None
-            result = _ScaledLinear.apply(flat, weight, settings, weight_values, scale)
+            given = (None, None, None) if scales is None else scales.unbind()
+            if weight_scales is not None:
+                given = (given[0], weight_scales[weight_index], given[2])
+            result = _ScaledLinear.apply(flat, weight, settings, weight_values, gradient_amax, *given)
         if bias is not None:
             result = result + bias.to(dtype)
     return result.reshape(*x.shape[:-1], weight.shape[0])
@@ -61,9 +67,16 @@ class _Settings:
     native: bool
     dtype: torch.dtype
 
-    def quantize(self, x: Tensor, format_name: FormatName, granularity: Granularity, random: bool = False) -> Quantized:
+    def quantize(
+        self,
+        x: Tensor,
+        format_name: FormatName,
+        granularity: Granularity,
+        random: bool = False,
+        scale: Optional[Tensor] = None,
+    ) -> Quantized:
         recipe = self.recipe
-        return quantize(x, format_name, granularity, recipe.power_of_two_scales, recipe.scale_up, random)
+        return quantize(x, format_name, granularity, recipe.power_of_two_scales, recipe.scale_up, random, scale)
 
     def multiply(self, a: Quantized, b: Quantized, rows: int, columns: int, fast: bool = False) -> Tensor:
         result = multiply(a, b, self.dtype, self.native, fast)
@@ -75,17 +88,25 @@ class _ScaledLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, settings: _Settings, values: Optional[Tensor], scale: Optional[Tensor]
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        settings: _Settings,
+        values: Optional[Tensor],
+        gradient_amax: Optional[Tensor],
+        x_scale: Optional[Tensor],
+        weight_scale: Optional[Tensor],
+        gradient_scale: Optional[Tensor],
     ) -> Tensor:
         recipe = settings.recipe
-        a = settings.quantize(x, recipe.input, recipe.activations)
-        if values is not None and scale is not None:
-            b = Quantized(values, scale, "tensor")
+        a = settings.quantize(x, recipe.input, recipe.activations, scale=x_scale)
+        if values is not None and weight_scale is not None:
+            b = Quantized(values, weight_scale, "tensor")
         else:
-            b = settings.quantize(weight, recipe.weight, recipe.weights)
+            b = settings.quantize(weight, recipe.weight, recipe.weights, scale=weight_scale)
         ctx.settings = settings
         if recipe.scaling == "tensor":  # the transposed matrices are made of the same numbers
-            ctx.save_for_backward(a.values, a.scale, b.values, b.scale)
+            ctx.save_for_backward(a.values, a.scale, b.values, b.scale, gradient_scale)
         else:
             ctx.save_for_backward(x, weight)
         ctx.types = x.dtype, weight.dtype
@@ -102,15 +123,18 @@ class _ScaledLinear(torch.autograd.Function):
             None if of_weight is None else of_weight.to(types[1]),
             None,
             None,
+            largest_magnitude(gradient) if ctx.needs_input_grad[4] else None,
+            None,
+            None,
             None,
         )
 
 
 def _tensor_backward(ctx: Any, gradient: Tensor) -> tuple[Optional[Tensor], Optional[Tensor]]:
     settings, recipe = ctx.settings, ctx.settings.recipe
-    x, x_scale, weight, weight_scale = ctx.saved_tensors
+    x, x_scale, weight, weight_scale, gradient_scale = ctx.saved_tensors
     random = recipe.gradient_rounding == "stochastic"
-    g = settings.quantize(gradient, recipe.gradient, "tensor", random)
+    g = settings.quantize(gradient, recipe.gradient, "tensor", random, gradient_scale)
     of_x = of_weight = None
     if ctx.needs_input_grad[0]:
         w = _transposed(weight, weight_scale)

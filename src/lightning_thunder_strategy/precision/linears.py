@@ -1,7 +1,7 @@
 """The pass that rewrites linears to low precision, and says what it did with each."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Optional, Union
 
@@ -12,8 +12,11 @@ from lightning_thunder_strategy.compiler.config import check_patterns
 from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.module_path import path_name
 from lightning_thunder_strategy.compiler.report import warn
+from lightning_thunder_strategy.compiler.surgery import copy_program
 from lightning_thunder_strategy.compiler.trace import Decision, Trace
 from lightning_thunder_strategy.compiler.transform import Transform
+from lightning_thunder_strategy.precision.delayed import DelayedScales
+from lightning_thunder_strategy.precision.delayed_programs import Call, Region, connect, forward_amaxes, paths
 from lightning_thunder_strategy.precision.gathering import (
     gathered_values,
     insert_gathers,
@@ -38,15 +41,30 @@ class LowPrecisionLinears(Transform):
     Args:
         precision: A name such as ``"fp8"``, or a recipe.
         skip: Patterns of module names (as in ``fnmatch``): these modules, and all inside them, are left alone.
+
+    Attributes:
+        delayed: What delayed scaling remembers, ``None`` without it. ThunderPrecision updates and saves it; a loop of
+            your own calls its ``update()`` after each optimizer step.
+        owner: A prefix of the names that it is kept by.
     """
 
     precision: Union[str, Recipe]
     skip: Sequence[str] = ("*lm_head",)
+    delayed: Optional[DelayedScales] = field(default=None, init=False, compare=False, repr=False)
+    owner: str = field(default="", init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        resolve_recipe(self.precision)
+        recipe = resolve_recipe(self.precision)
         check_patterns("skip", self.skip)
         object.__setattr__(self, "skip", tuple(self.skip))
+        object.__setattr__(self, "delayed", DelayedScales(recipe) if recipe.amax_history_len else None)
+
+    def owned_by(self, owner: str) -> "LowPrecisionLinears":
+        """The same pass, with the same memory, for another module: the names of its linears start with ``owner``."""
+        other = replace(self)
+        object.__setattr__(other, "delayed", self.delayed)
+        object.__setattr__(other, "owner", owner)
+        return other
 
     @property
     def recipe(self) -> Recipe:
@@ -54,7 +72,7 @@ class LowPrecisionLinears(Transform):
 
     @property
     def functions(self) -> dict[str, str]:
-        ours = (scaled_linear, gathered_values, shard_scales)
+        ours = (scaled_linear, gathered_values, shard_scales, forward_amaxes)
         return {f"{function.__module__}.{function.__qualname__}": "1" for function in ours}
 
     def cache_key(self) -> Optional[str]:
@@ -64,11 +82,17 @@ class LowPrecisionLinears(Transform):
 
     def acquired(self, trace: Trace) -> None:
         assert trace.graph_module is not None
-        for program in _programs(trace.graph_module):
-            linears = program.graph.find_nodes(op="call_function", target=_LINEAR)
-            decisions = [self._rewrite(trace, node) for node in linears]
-            gathered = self._gather(program, linears)
-            for node, decision in zip(linears, decisions):
+        _own_parts(trace.graph_module)
+        path_to = paths(trace.graph_module)
+        programs = [module for module in trace.graph_module.modules() if isinstance(module, fx.GraphModule)]
+        rewritten = {program: self._rewrite_all(trace, program, program in path_to) for program in programs}
+        gathers = {program: self._gathers(linears) for program, linears in rewritten.items()}
+        scales = self._connect(trace, rewritten, path_to, gathers)
+        for program, uses in gathers.items():
+            self._gather(program, uses, scales)
+        gathered = {node for uses in gathers.values() for users in uses.values() for node in users}
+        for program, linears in rewritten.items():
+            for node, decision in linears.items():
                 if node in gathered:
                     decision = replace(decision, choice=f"{decision.choice}, weight gathered as {self.recipe.weight}")
                 trace.decisions.append(decision)
@@ -82,27 +106,58 @@ class LowPrecisionLinears(Transform):
         if backward is None:  # without gradients there was no joint program
             settle_gathers(forward.graph)
 
-    def _gather(self, program: fx.GraphModule, linears: Sequence[fx.Node]) -> set[fx.Node]:
-        """Cast weights before they are gathered, where only rewritten linears use them. Returns the linears."""
+    def _rewrite_all(self, trace: Trace, program: fx.GraphModule, reached: bool) -> dict[fx.Node, Decision]:
+        """What became of each linear of a program."""
+        linears = program.graph.find_nodes(op="call_function", target=_LINEAR)
+        return {node: self._rewrite(trace, node, reached) for node in linears}
+
+    def _gathers(self, linears: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+        """Weights that can be cast before they are gathered, as only rewritten linears use them, and those linears."""
         if self.recipe.scaling != "tensor":
-            return set()
-        rewritten = [node for node in linears if node.target is scaled_linear]
+            return {}
         uses: dict[fx.Node, list[fx.Node]] = {}
-        for node in rewritten:
-            uses.setdefault(node.args[1], []).append(node)
-        weights = [weight for weight, users in uses.items() if stored_shard(weight) and set(weight.users) <= set(users)]
-        given = insert_gathers(program, weights, self.recipe.weight, self.recipe.power_of_two_scales)
+        for node in linears:
+            if node.target is scaled_linear:
+                uses.setdefault(node.args[1], []).append(node)
+        return {w: users for w, users in uses.items() if stored_shard(w) and set(w.users) <= set(users)}
+
+    def _gather(
+        self, program: fx.GraphModule, uses: dict[fx.Node, list[fx.Node]], scales: dict[fx.Node, fx.Node]
+    ) -> None:
+        known = {weight: scales[users[0]] for weight, users in uses.items()} if scales else None
+        recipe = self.recipe
+        given = insert_gathers(program, list(uses), recipe.weight, recipe.power_of_two_scales, known)
         for weight, arguments in given.items():
             for node in uses[weight]:
                 node.kwargs = {**node.kwargs, **arguments}
-        return {node for weight in given for node in uses[weight]}
 
-    def _rewrite(self, trace: Trace, node: fx.Node) -> Decision:
+    def _connect(
+        self,
+        trace: Trace,
+        rewritten: dict[fx.GraphModule, dict[fx.Node, Decision]],
+        path_to: dict[fx.GraphModule, tuple[Region, ...]],
+        gathers: dict[fx.GraphModule, dict[fx.Node, list[fx.Node]]],
+    ) -> dict[fx.Node, fx.Node]:
+        """Delayed scaling, in programs that have gradients: returns for each linear the node of its scales."""
+        linears = {n: p for p, decisions in rewritten.items() for n in decisions if n.target is scaled_linear}
+        if self.delayed is None or not any(node_value(node).requires_grad for node in linears):
+            return {}
+        calls = []
+        for node, program in linears.items():
+            weight = node.args[1]
+            seen = stored_shard(weight) if weight in gathers[program] else weight
+            calls.append(Call(self.owner + remembered_name(trace, node, weight), path_to[program], node, seen))
+        device = node_value(calls[0].node).device
+        return dict(zip(linears, connect(trace, calls, self.delayed, device)))
+
+    def _rewrite(self, trace: Trace, node: fx.Node, reached: bool) -> Decision:
         x, weight, bias = _arguments(node)
         value, shape = node_value(node), tuple(node_value(weight).shape)
         name = linear_name(trace, node, weight)
         text = f"{shape[1]} to {shape[0]} features"
         reason = self._reason(name, value, node_value(x), shape)
+        if reason is None and self.delayed is not None and not reached:
+            reason = "delayed scaling does not reach inside of an operator that calls a program"
         if reason is not None:
             return Decision(name, text, "left alone", reason)
         why = why_not_native(self.recipe, value.device, value.dtype)
@@ -153,6 +208,13 @@ def linear_name(trace: Trace, node: fx.Node, weight: fx.Node) -> str:
     return parameter or path or node.name
 
 
+def remembered_name(trace: Trace, node: fx.Node, weight: fx.Node) -> str:
+    """The name of a linear's parameter, which is the same in every program, or that of the linear if it has none."""
+    origin = trace.origin(_source(weight))
+    known = origin is not None and origin.kind == "parameter" and origin.origin
+    return known.removesuffix(".weight") if known else linear_name(trace, node, weight)
+
+
 def _source(node: fx.Node) -> fx.Node:
     """The input that a value is a cast or gathered form of."""
     while node.op in ("call_method", "call_function") and len(node.all_input_nodes) == 1:
@@ -160,13 +222,13 @@ def _source(node: fx.Node) -> fx.Node:
     return node
 
 
-def _programs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
-    """A program and those inside it, such as regions that are checkpointed."""
-    seen = set()
-    for module in gm.modules():
-        if isinstance(module, fx.GraphModule) and id(module.graph) not in seen:
-            seen.add(id(module.graph))
-            yield module
+def _own_parts(program: fx.GraphModule) -> None:
+    """Replace programs inside a program, such as checkpointed regions, by copies: if it cannot be compiled it runs as
+    it was read, with what it had."""
+    for name, part in list(program.named_children()):
+        if isinstance(part, fx.GraphModule):
+            setattr(program, name, copy_program(part))
+            _own_parts(getattr(program, name))
 
 
 def _arguments(node: fx.Node) -> tuple[fx.Node, fx.Node, Any]:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_thunder_strategy.compiler.config import check_choice
+from lightning_thunder_strategy.precision.delayed import DelayedScales
 from lightning_thunder_strategy.precision.linears import LowPrecisionLinears
 from lightning_thunder_strategy.precision.recipe import PrecisionName, Recipe, resolve_recipe
 
@@ -29,6 +30,26 @@ class LowPrecision:
         self.passes = (LowPrecisionLinears(precision, skip),)
         self.precision = base
         self._strategy: Optional[UsesPrecision] = None
+
+    @property
+    def delayed(self) -> Optional[DelayedScales]:
+        """What delayed scaling remembers, ``None`` without it."""
+        return self.passes[0].delayed
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)  # type: ignore[misc]
+        if self.delayed is not None:
+            several = self._strategy is not None and self._strategy.several_ranks
+            self.delayed.update(_maximum_over_ranks if several else None)
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """With delayed scaling the amax histories of all linears, the same on all ranks; otherwise empty."""
+        return {} if self.delayed is None else {"amax_histories": self.delayed.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.delayed is not None:
+            self.delayed.load_state_dict(state_dict.get("amax_histories", {}))
 
     def used_by(self, strategy: "UsesPrecision") -> None:
         """A strategy of this package, which runs the passes, uses this plugin."""
@@ -67,11 +88,18 @@ class LowPrecision:
         return self._base().convert_output(data)
 
 
+def _maximum_over_ranks(tensor: torch.Tensor) -> None:
+    torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+
+
 class UsesPrecision(Protocol):
     """What :func:`accept` needs of a strategy."""
 
     @property
     def root_device(self) -> torch.device: ...
+
+    @property
+    def several_ranks(self) -> bool: ...
 
 
 def accept(plugin: Any, strategy: UsesPrecision) -> TypeGuard[LowPrecision]:

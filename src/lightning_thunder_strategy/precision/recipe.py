@@ -10,7 +10,9 @@ from lightning_thunder_strategy.precision.scaling import Granularity
 
 Scaling = Literal["tensor", "row", "block", "mx", "nvfp4"]
 Rounding = Literal["nearest", "stochastic"]
-PrecisionName = Literal["fp8", "fp8-rowwise", "fp8-block", "mxfp8", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "nvfp4"]
+PrecisionName = Literal[
+    "fp8", "fp8-rowwise", "fp8-block", "fp8-delayed", "mxfp8", "mxfp6-e2m3", "mxfp6-e3m2", "mxfp4", "nvfp4"
+]  # fmt: skip
 
 
 @told_by_the_parser_too
@@ -31,6 +33,8 @@ class Recipe:
         hadamard: Multiply both sides of the weight's gradient by a random Hadamard matrix of 16 x 16, which spreads
             outliers and leaves the product as it is.
         min_features: Linears with fewer input or output features are left alone.
+        amax_history_len: Delayed scaling (``"tensor"``): in training a scale follows from the largest magnitude in this
+            many optimizer steps before, instead of from the tensor itself (0).
 
     Raises:
         ValueError: If a value is not allowed.
@@ -45,6 +49,7 @@ class Recipe:
     gradient_rounding: Rounding = "nearest"
     hadamard: bool = False
     min_features: int = 128
+    amax_history_len: int = 0
 
     def __post_init__(self) -> None:
         for name in ("input", "weight", "gradient"):
@@ -56,6 +61,13 @@ class Recipe:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not allowed: choose True or False.")
         if not isinstance(self.min_features, int) or isinstance(self.min_features, bool) or self.min_features < 1:
             raise ValueError(f"min_features={self.min_features!r} is not allowed: choose a whole number from 1.")
+        length = self.amax_history_len
+        if not isinstance(length, int) or isinstance(length, bool) or length < 0:
+            raise ValueError(f"amax_history_len={length!r} is not allowed: choose a whole number from 0.")
+        if length and self.scaling != "tensor":
+            raise ValueError(
+                f"amax_history_len={length} is not allowed with scaling={self.scaling!r}: only with scaling='tensor'."
+            )
         if self.power_of_two_scales and self.scaling in ("mx", "nvfp4"):
             raise ValueError(
                 f"power_of_two_scales=True is not allowed with scaling={self.scaling!r}, whose scales have a format of "
@@ -74,7 +86,8 @@ class Recipe:
         """The name that stands for this recipe, or a description of it."""
         alike = replace(self, min_features=Recipe.min_features)
         known = next((name for name, recipe in RECIPES.items() if recipe == alike), None)
-        return known or f"{self.input}/{self.weight}/{self.gradient} {self.scaling}"
+        delayed = ", delayed" if self.amax_history_len else ""
+        return known or f"{self.input}/{self.weight}/{self.gradient} {self.scaling}{delayed}"
 
     @property
     def activations(self) -> Granularity:
@@ -103,6 +116,8 @@ RECIPES: dict[str, Recipe] = {
     "fp8-rowwise": Recipe(gradient="e4m3", scaling="row", power_of_two_scales=True),
     # DeepSeek-V3, section 3.3: https://arxiv.org/abs/2412.19437
     "fp8-block": Recipe(gradient="e4m3", scaling="block"),
+    # NVIDIA Transformer Engine's DelayedScaling: see precision/delayed.py
+    "fp8-delayed": Recipe(amax_history_len=1024),
     # https://arxiv.org/abs/2506.08027: e4m3 for all tensors, scales rounded up
     "mxfp8": Recipe(gradient="e4m3", scaling="mx", scale_up=True),
     # OCP Microscaling Formats specification 1.0; one format for all tensors, as in https://arxiv.org/abs/2310.10537

@@ -6,7 +6,7 @@ the largest number of the format, a scale is ``amax / largest`` over the numbers
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Optional
 
 import torch
 from torch import Tensor
@@ -46,6 +46,7 @@ def quantize(
     power_of_two_scales: bool = False,
     scale_up: bool = False,
     random: bool = False,
+    scale: Optional[Tensor] = None,
 ) -> Quantized:
     """A matrix in low precision, with scales from its own largest magnitudes.
 
@@ -59,10 +60,14 @@ def quantize(
         scale_up: For ``1x32``: round the scale up, so that nothing saturates
             (https://arxiv.org/abs/2506.08027), instead of down, as the MX specification does.
         random: Round values at random, so that their mean is right (stochastic rounding).
+        scale: float32 ``[]``, for ``tensor``: the scale, if it is known from elsewhere. Values beyond it saturate; only
+            those that are NaN or infinite become NaN.
     """
     form = FORMATS[format_name]
     x = _padded(x, granularity)
     noise = torch.rand(x.shape, device=x.device, dtype=torch.float32) if random else None
+    if scale is not None:
+        return Quantized(cast(x.to(torch.float32) * (1.0 / scale), form, noise), scale, "tensor")
     if granularity in ("tensor", "row"):
         amax = x.abs().amax(dim=1, keepdim=True)
         if granularity == "tensor":  # after rows, because a reduction over rows fuses with what makes them
@@ -114,6 +119,13 @@ def largest_to_scale(amax: Tensor, largest: float, power_of_two_scales: bool = F
     if power_of_two_scales:
         scale = power_of_two(scale, up=True)
     return torch.where(amax == 0, 1.0, scale)
+
+
+def largest_magnitude(x: Tensor) -> Tensor:
+    """Float32 ``[]``; of an empty tensor zero. Taken over rows first: that fuses with what makes them."""
+    if x.numel() == 0:
+        return torch.zeros((), dtype=torch.float32, device=x.device)
+    return x.abs().amax(-1).amax().to(torch.float32)
 
 
 def _mx_scale(amax: Tensor, form: Format, up: bool) -> Tensor:

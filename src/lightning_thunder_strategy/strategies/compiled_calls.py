@@ -127,7 +127,7 @@ class CompiledModule:
         if config.mode == "off":
             return call
         if self._pipeline is None:
-            self._pipeline = self._engine.pipeline({"": module}, config.fullgraph)
+            self._pipeline = self._engine.pipeline({"": module}, config.fullgraph, number=self._number)
         if config.mode == "submodules":
             compiled = CompiledSubmodules(module, self._pipeline, record, forward=False)
             return lambda *args, **kwargs: compiled(lambda: call(*args, **kwargs))
@@ -138,7 +138,7 @@ class CompiledModule:
         if self._shared is None:
             self._shared = (StepRecorder(module), OpaqueMachinery(module))
         fullgraph = self._engine.options.compile_config.fullgraph
-        whole, parts = (self._engine.pipeline({"": module}, only, "step") for only in (True, fullgraph))
+        whole, parts = (self._engine.pipeline({"": module}, only, "step", self._number) for only in (True, fullgraph))
         whole.prepare = copy_changed_notes
         step = CompiledStep(module, name, StepPipelines(whole, parts), *self._shared, self._engine.agreement)
         self._steps[name], self.records[name] = step, step.record

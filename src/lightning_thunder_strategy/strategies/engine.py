@@ -29,6 +29,7 @@ from lightning_thunder_strategy.distributed.tensor_parallel import ModulePlan, a
 from lightning_thunder_strategy.distributed.tensor_scheme import TensorParallel
 from lightning_thunder_strategy.distributed.together import check_same_gradients, check_same_inputs, share_random_state
 from lightning_thunder_strategy.optimizers.steps import OptimizerSteps
+from lightning_thunder_strategy.precision.linears import LowPrecisionLinears
 from lightning_thunder_strategy.strategies.options import Communication, StrategyOptions, TensorOptions
 from lightning_thunder_strategy.transforms.add_once import AddOnce
 from lightning_thunder_strategy.transforms.bucketing import Bucket
@@ -81,8 +82,8 @@ class Engine:
         self.agreement: Optional[Agreement] = None
         self.failed = False
         self._forget_checks()
-        self.precision_passes: tuple[Transform, ...] = ()
         self.optimizer_steps = OptimizerSteps(options.compile_optimizer, options.compile_config.on_error)
+        self.precision_passes: tuple[LowPrecisionLinears, ...] = ()
 
     @property
     def sharded(self) -> bool:
@@ -252,7 +253,7 @@ class Engine:
 
     # ------------------------------------------------------------------------------------------------------- compile
 
-    def use_precision(self, passes: tuple[Transform, ...]) -> None:
+    def use_precision(self, passes: tuple[LowPrecisionLinears, ...]) -> None:
         """Run the passes of a precision plugin.
 
         Raises:
@@ -265,12 +266,20 @@ class Engine:
                 "compile='submodules' or leave ThunderPrecision out."
             )
 
-    def pipeline(self, modules: Mapping[str, nn.Module], fullgraph: bool, mode: Optional[Mode] = None) -> Pipeline:
+    def forget_precision(self, everything: bool) -> None:
+        """Delayed scaling forgets what it has observed since the last optimizer step, or everything."""
+        for delayed in filter(None, (item.delayed for item in self.precision_passes)):
+            delayed.start_over() if everything else delayed.forget_observed()
+
+    def pipeline(
+        self, modules: Mapping[str, nn.Module], fullgraph: bool, mode: Optional[Mode] = None, number: int = 0
+    ) -> Pipeline:
         """A pipeline for programs of ``modules`` (by prefix): our sharding passes first, the user's transforms,
-        and last those of the precision."""
+        and last those of the precision, which keep apart what they know of module ``number``."""
         config = self.options.compile_config
         config = dataclasses.replace(config, fullgraph=fullgraph, mode=mode or config.mode)
-        transforms = (*self._sharding_passes(), *self.options.transforms, *self.precision_passes)
+        precision = [item.owned_by(f"{number}." if number else "") for item in self.precision_passes]
+        transforms = (*self._sharding_passes(), *self.options.transforms, *precision)
         return make_pipeline(self.options.executors, transforms, config, modules, self.agreement)
 
     def _sharding_passes(self) -> tuple[Transform, ...]:

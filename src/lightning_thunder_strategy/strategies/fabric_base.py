@@ -84,6 +84,11 @@ class CompiledModulesStrategy(Strategy):
         if accept(precision, self):
             self._engine.use_precision(precision.passes)
 
+    @property
+    def several_ranks(self) -> bool:
+        """Whether other ranks train with this one."""
+        return self._engine.scheme is not None
+
     @override
     def setup_module(self, module: nn.Module) -> nn.Module:
         return self._setup(module, [])
@@ -213,6 +218,7 @@ class CompiledModulesStrategy(Strategy):
         filter: Optional[dict[str, Callable[[str, Any], bool]]] = None,
     ) -> None:
         path = self.broadcast(path)
+        state = self._with_precision(state)
         own = type(self.checkpoint_io) is TorchCheckpointIO and storage.is_local(path)
         if self._engine.options.state_dict_type == "full":
             converted = self._full_checkpoint(state)
@@ -241,6 +247,13 @@ class CompiledModulesStrategy(Strategy):
             _apply_filter(key, filter or {}, item, sharded if in_shards else metadata)
         storage.write_folder(self, Path(path), sharded, metadata)
 
+    def _with_precision(self, state: _State) -> _State:
+        """With what the precision plugin remembers, under its name as in the Trainer's checkpoints."""
+        name, remembered = type(self.precision).__qualname__, self.precision.state_dict()
+        if remembered and name in state:
+            raise ValueError(f"The state has an entry {name!r}, the name of the precision plugin's: rename it.")
+        return {**state, name: remembered} if remembered else state
+
     def _full_checkpoint(self, state: _State) -> dict[str, Any]:
         """Everything that is saved; rank zero gets whole values. Every rank calls it (collectives)."""
         plain = {key: item.state_dict() if isinstance(item, _Stateful) else item for key, item in state.items()}
@@ -261,6 +274,8 @@ class CompiledModulesStrategy(Strategy):
         if isinstance(state, (nn.Module, Optimizer)):
             self._load_into(state, checkpoint, strict)
             return {}
+        if self.precision.state_dict():
+            self.precision.load_state_dict(checkpoint.pop(type(self.precision).__qualname__, {}))
         _validate_keys_for_strict_loading(state.keys(), checkpoint.keys(), strict=strict)
         for key, item in state.copy().items():
             if key not in checkpoint:

@@ -67,6 +67,11 @@ class CompiledStepsStrategy(SavedStates):
             self._engine.use_precision(precision_plugin.passes)
 
     @property
+    def several_ranks(self) -> bool:
+        """Whether other ranks train with this one."""
+        return self._engine.scheme is not None
+
+    @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
         """A transform may change what the module's state consists of, and does so in setup."""
@@ -83,6 +88,7 @@ class CompiledStepsStrategy(SavedStates):
             self._connected = model
             self._records = {}
             self._drop_steps()
+            self._engine.forget_precision(everything=True)
         super().connect(model)
 
     @override
@@ -274,6 +280,7 @@ class CompiledStepsStrategy(SavedStates):
             gradients = torch.enable_grad if self._stage == "training" else inference
             with self.precision_plugin.forward_context():
                 compile_early(module, step, (inputs, 0), self._gathering, gradients())
+        self._engine.forget_precision(everything=False)
 
     def _as_loaded(self, batch: Any) -> Any:
         """An example batch as a loop hands it to a step."""
