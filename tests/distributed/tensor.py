@@ -149,11 +149,11 @@ def check_litgpt_equals_one_process() -> None:
     activation = 4 * 6 * 32 * 8  # bytes: batch, tokens, width, float64
     shapes = result.module.net.transformer.h[0].attn.qkv
     found = collectives(result)
-    # Forward: two layers with two sums each, and the embedding's. The fused projections are gathered at once, and
-    # so are the logits.
-    assert found["forward", "all_reduce"] == (5, 5 * activation)
+    # Forward: two layers with two sums each, the embedding's, and the loss's: a maximum and two sums at once of each
+    # row. The fused projections are gathered at once.
+    assert found["forward", "all_reduce"] == (7, 5 * activation + 3 * 4 * 6 * 8)
     projections = 2 * (shapes.weight.numel() + shapes.bias.numel()) * 8
-    assert found["forward", "all_gather_into_tensor"] == (2, projections + 4 * 6 * 12 * 8)
+    assert found["forward", "all_gather_into_tensor"] == (1, projections)
     # Backward: a sum for what each of the two projections of a layer and the head read; projections are scattered.
     assert found["backward", "all_reduce"] == (5, 5 * activation)
     assert found["backward", "reduce_scatter_tensor"] == (1, projections)

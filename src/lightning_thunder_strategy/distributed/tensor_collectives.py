@@ -105,9 +105,20 @@ def sum_over_ranks(x: Tensor, group: str) -> Tensor:
     return _Sum.apply(x, group)
 
 
+def largest_of_ranks(x: Tensor, group: str) -> Tensor:
+    """The largest of the ranks' ``x``, element by element, as a constant."""
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "max", group))
+
+
 @torch.compiler.allow_in_graph
 def join_parts(x: Tensor, dim: int, size: int, rank: int, group: str) -> Tensor:
     """The ranks' ``x`` one after the other along ``dim``, from which all ranks compute the same."""
+    return _Join.apply(x, dim % x.ndim, size, rank, group)
+
+
+@torch.compiler.allow_in_graph
+def join_logits(x: Tensor, dim: int, size: int, rank: int, group: str) -> Tensor:
+    """:func:`join_parts`, under a name that the pass for losses knows."""
     return _Join.apply(x, dim % x.ndim, size, rank, group)
 
 

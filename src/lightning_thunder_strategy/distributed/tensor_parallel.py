@@ -154,7 +154,7 @@ def _check_nesting(entries: Mapping[str, str]) -> None:
     gathering = [name for name, style in entries.items() if style == "gather_sequence_input"]
     for name, style in entries.items():
         outer = next((other for other in gathering if name.startswith(f"{other}.")), None)
-        if outer is not None and style in ("colwise", "colwise_gather_output"):
+        if outer is not None and style in ("colwise", "colwise_gather_output", "colwise_loss_parallel"):
             raise PlanError(
                 f"plan: `{name}` is {style!r} inside of `{outer}` (gather_sequence_input), where its input's gradient "
                 "is summed already: make it 'local_colwise'."

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_thunder_strategy.distributed.tensor_collectives import (
     copy_to_ranks,
+    join_logits,
     join_parts,
     join_to_ranks,
     own_part,
@@ -99,6 +100,13 @@ def _colwise_gathering(group: TensorGroup, own: Callable) -> Forward:
     return forward
 
 
+def _colwise_to_loss(group: TensorGroup, own: Callable) -> Forward:
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        return join_logits(own(module, copy_to_ranks(x, group.name)), -1, group.size, group.rank, group.name)
+
+    return forward
+
+
 def _from_sequence(group: TensorGroup, own: Callable) -> Forward:
     def forward(module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         return own(module, join_to_ranks(x, SEQUENCE, group.size, group.name), *args, **kwargs)
@@ -176,6 +184,7 @@ _LINEAR = (nn.Linear,)
 STYLES: dict[str, Style] = {
     "colwise": Style(_LINEAR, _COLUMNS, (), ("out_features",), _colwise),
     "colwise_gather_output": Style(_LINEAR, _COLUMNS, (), ("out_features",), _colwise_gathering),
+    "colwise_loss_parallel": Style(_LINEAR, _COLUMNS, (), ("out_features",), _colwise_to_loss),
     "local_colwise": Style(_LINEAR, _COLUMNS, (), ("out_features",)),
     "rowwise": Style(_LINEAR, {"weight": 1}, (), ("in_features",), _rowwise),
     "rowwise_split_input": Style(_LINEAR, {"weight": 1}, (), ("in_features",), _rowwise_splitting),

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import fx
 
 from lightning_thunder_strategy.compiler.emit import node_value
+from lightning_thunder_strategy.compiler.pattern_parts import change_between
 from lightning_thunder_strategy.executors.base import Replacement
-from lightning_thunder_strategy.executors.pattern_parts import change_between
 from lightning_thunder_strategy.executors.registered import is_call_of
 
 _SIGNATURE = inspect.signature(F.cross_entropy)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from lightning_thunder_strategy.executors.pattern_parts import cast_source, is_op, obstacle, operands, tensor_of
+from lightning_thunder_strategy.compiler.pattern_parts import cast_source, is_op, obstacle, operands, tensor_of
 from lightning_thunder_strategy.executors.registered import is_call_of
 
 Rounding = Literal["end", "normalized"]

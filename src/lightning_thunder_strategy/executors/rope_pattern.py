@@ -11,7 +11,7 @@ from typing import Any, Optional, Union
 import torch
 from torch import fx
 
-from lightning_thunder_strategy.executors.pattern_parts import (
+from lightning_thunder_strategy.compiler.pattern_parts import (
     cast_source,
     change_between,
     is_op,

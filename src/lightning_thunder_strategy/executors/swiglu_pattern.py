@@ -5,7 +5,7 @@ from typing import Union
 import torch.nn.functional as F
 from torch import fx
 
-from lightning_thunder_strategy.executors.pattern_parts import is_op, obstacle, operands, tensor_of
+from lightning_thunder_strategy.compiler.pattern_parts import is_op, obstacle, operands, tensor_of
 from lightning_thunder_strategy.executors.registered import is_call_of
 
 

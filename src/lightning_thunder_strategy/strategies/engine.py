@@ -22,6 +22,7 @@ from lightning_thunder_strategy.distributed.agreement import Agreement
 from lightning_thunder_strategy.distributed.buffers import broadcast_buffers
 from lightning_thunder_strategy.distributed.checkpoint import exchange_parameters, parameter_names
 from lightning_thunder_strategy.distributed.initialization import materialize
+from lightning_thunder_strategy.distributed.loss_parallel import LossParallel
 from lightning_thunder_strategy.distributed.mesh import data_mesh, tensor_mesh
 from lightning_thunder_strategy.distributed.nonfinite import check_gradients
 from lightning_thunder_strategy.distributed.schemes import HybridSharded, Replicated, Scheme, Sharded, local_bytes
@@ -286,6 +287,7 @@ class Engine:
         if self.scheme is None:
             return ()
         passes: list[Transform] = [RefuseLostEdits(self.scheme.copies)]
+        passes += [LossParallel()] if self.tensor.parallel else []
         passes += [DeduplicateUnshard(), AddOnce()] if self.scheme.accumulates else [DeduplicateUnshard()]
         passes += [CastBeforeGather()] if self.sharded else []
         passes += [GatherAgain()] if self.parallelism == "zero3" else []

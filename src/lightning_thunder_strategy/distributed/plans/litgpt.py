@@ -15,7 +15,7 @@ def plan_of(module: nn.Module) -> Optional[dict[str, str]]:
     """
     if not any(cls.__module__.startswith("litgpt.") and cls.__name__ == "GPT" for cls in type(module).__mro__):
         return None
-    plan = {"transformer.wte": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+    plan = {"transformer.wte": "embedding_rowwise", "lm_head": "colwise_loss_parallel"}
     for name, child in module.named_modules():
         kind = _kind(child)
         for own, style in (_ATTENTION if kind == "attention" else _MLP if kind == "mlp" else {}).items():

@@ -10,7 +10,7 @@ from torch import fx
 from lightning_thunder_strategy.compiler.emit import node_value
 
 _STATE = ("_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode", "_exit_inference_mode")
-_CASTS = ("to", "float", "type_as", "bfloat16", "half", "type")
+_CASTS = ("to", "float", "double", "type_as", "bfloat16", "half", "type")
 _NAMES = {"div": ("div", "truediv")}
 
 
