@@ -48,7 +48,7 @@ def test_litgpt_is_known_and_its_attention_counts_the_ranks_heads() -> None:
     assert attention.config.n_head == 8
     assert plans[attention.norm_q].style == "replicated_with_grad_allreduce"
     assert {plan.style for plan in plans.values()} == {
-        "", "colwise", "rowwise", "embedding_rowwise", "colwise_gather_output", "replicated_with_grad_allreduce",
+        "", "colwise", "rowwise", "embedding_rowwise", "colwise_loss_parallel", "replicated_with_grad_allreduce",
     }  # fmt: skip
     assert apply_plan(module.net, "auto", PAIR)[attention].style == plans[attention].style
 
@@ -58,6 +58,7 @@ def test_hugging_face_models_bring_their_plan() -> None:
     plans = apply_plan(module, "auto", PAIR)
     layer = module.net.model.layers[0]
     assert plans[layer.self_attn.k_proj].style == "colwise" and plans[layer.mlp.down_proj].style == "rowwise"
+    assert plans[module.net.lm_head].style == "colwise_loss_parallel"
     assert dict(plans[module.net.lm_head].forms) == {"weight": Form(0, "part")}
     assert dict(plans[module.net.model.embed_tokens].forms) == {"weight": Form(0, "whole")}, (
         "the embedding reads it all"
@@ -146,3 +147,9 @@ def test_the_docs_name_every_entry() -> None:
 
     text = (Path(__file__).parent.parent.parent / "docs/sharding.md").read_text()
     assert all(f"`{name}`" in text for name in STYLES), [name for name in STYLES if f"`{name}`" not in text]
+
+
+def test_a_plan_is_proposed_for_two_layers_that_follow_each_other_in_a_sequence() -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4), nn.Linear(4, 1))
+    text = linears_text(dict(nn.ModuleDict({"net": net}).named_modules()))
+    assert '  "net.0": colwise\n  "net.2": rowwise' in text and '"net.3"' not in text

@@ -48,12 +48,18 @@ def linears_text(named: Mapping[str, nn.Module]) -> str:
 
 
 def _start(linears: Mapping[str, nn.Linear]) -> dict[str, str]:
-    """Within each parent the last linear is rowwise and the ones before it colwise, if their sizes fit together."""
+    """Within each parent the last linear is rowwise and the ones before it colwise, if their sizes fit together. Of
+    numbered ones, as in a ``Sequential``, two that follow each other."""
     parents: dict[str, list[tuple[str, nn.Linear]]] = {}
     for name, module in linears.items():
         parents.setdefault(name.rpartition(".")[0], []).append((name, module))
     plan: dict[str, str] = {}
     for members in parents.values():
+        if all(name.rpartition(".")[2].isdigit() for name, _ in members):
+            for (first, one), (second, other) in zip(members, members[1:]):
+                if other.in_features == one.out_features and _glob(first) not in plan:
+                    plan.update({_glob(first): "colwise", _glob(second): "rowwise"})
+            continue
         *before, (last, module) = members
         sizes = [other.out_features for _, other in before]
         if module.in_features in sizes and max(sizes) == module.in_features:  # larger ones make several things at once
