@@ -36,7 +36,7 @@ from torch.utils.data import DataLoader
 BASELINE = "torch.compile (whole step)"
 VARIANTS = (
     "eager", "eager, Trainer", BASELINE, "ours, Trainer", "torchao float8", "ours fp8, Trainer",
-    "ours fp8-rowwise, Trainer",
+    "ours fp8-rowwise, Trainer", "ours fp8-delayed, Trainer",
 )  # fmt: skip
 TINY = {
     "n_layer": 2, "n_embd": 128, "n_head": 4, "n_query_groups": 2, "intermediate_size": 256, "padded_vocab_size": 256,

@@ -67,6 +67,15 @@ def test_resumed_training_equals_uninterrupted_training(tmp_path: Path, kind: An
     assert not torch.equal(plain.lightning_module.body[0].weight, expected.lightning_module.body[0].weight)
 
 
+@pytest.mark.parametrize("base", ["bf16-true", "bf16-mixed"])
+def test_state_is_float32_beside_any_base(base: Any) -> None:
+    trainer = fitted(max_epochs=1, precision=lts.ThunderPrecision(RECIPE, base))
+    for history in histories(trainer).values():
+        assert history.dtype == torch.float32 and (history > 0).all()
+    (decision, *_) = lts.explain(trainer).to_dict()["steps"]["training_step"]["decisions"]
+    assert decision["choice"].endswith("delayed, emulated")
+
+
 def test_checkpoints_load_into_the_plain_model(tmp_path: Path) -> None:
     trainer = fitted(max_epochs=1)
     trainer.save_checkpoint(tmp_path / "a.ckpt")

@@ -44,9 +44,9 @@ class DelayedScales:
         self._rows: dict[str, int] = {}
         self._loaded: dict[str, Tensor] = {}  # histories of linears that have not been met
         self._calls = 0  # with gradients, since there has been an update
-        self._history = torch.zeros(self._recipe.amax_history_len, 0, len(KINDS))  # newest first; zero: not known
-        self._scales = torch.zeros(0, len(KINDS))
-        self._observed = torch.zeros(0, len(KINDS))  # since the last update; zero: nothing, infinity: not finite
+        self._history = _zeros(self._recipe.amax_history_len, 0, len(KINDS))  # newest first; zero: not known
+        self._scales = _zeros(0, len(KINDS))
+        self._observed = _zeros(0, len(KINDS))  # since the last update; zero: nothing, infinity: not finite
 
     # ------------------------------------------------------------------------------------------- what programs do
 
@@ -59,12 +59,12 @@ class DelayedScales:
         with _torch_compat.outside_fake_mode(), torch.inference_mode(False), torch.no_grad():
             new = [name for name in dict.fromkeys(names) if name not in self._rows]
             self._rows.update({name: len(self._rows) + index for index, name in enumerate(new)})
-            added = torch.zeros(len(self._history), len(new), len(KINDS))
+            added = _zeros(len(self._history), len(new), len(KINDS))
             for index, name in enumerate(new):
                 if name in self._loaded:
                     added[:, index] = self._loaded.pop(name)
             self._history = torch.cat([self._history.to(device), added.to(device)], 1)
-            self._observed = torch.cat([self._observed.to(device), torch.zeros(len(new), len(KINDS), device=device)])
+            self._observed = torch.cat([self._observed.to(device), _zeros(len(new), len(KINDS)).to(device)])
             self._rescale()
             return torch.tensor([self._rows[name] for name in names], device=device)
 
@@ -155,7 +155,11 @@ class DelayedScales:
             loaded[name] = torch.cat([kept, kept.new_zeros(length - len(kept), len(KINDS))])
         with torch.inference_mode(False), torch.no_grad():
             for name, row in self._rows.items():
-                self._history[:, row] = loaded.pop(name, torch.zeros(1)).to(self._history.device)
+                self._history[:, row] = loaded.pop(name, _zeros(1)).to(self._history.device)
             self._loaded = loaded
             self._rescale()
             self.forget_observed()
+
+
+def _zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32)  # the default type is bfloat16 in a step with bf16-true

@@ -113,7 +113,7 @@ def connect(trace: Trace, calls: Sequence[Call], delayed: DelayedScales, device:
     """
     graph = trace.graph
     rows = delayed.rows([call.name for call in calls], device)
-    scales = trace.add_input("delayed_scales", torch.empty(len(calls), len(KINDS), device=device))
+    scales = trace.add_input("delayed_scales", torch.empty(len(calls), len(KINDS), dtype=torch.float32, device=device))
     gradients = trace.add_input("gradient_amaxes", _one_of_each(rows))
     given, amaxes = [], []
     with graph.inserting_before(first_operation(graph)):
@@ -140,7 +140,7 @@ def connect(trace: Trace, calls: Sequence[Call], delayed: DelayedScales, device:
 
 
 def _one_of_each(rows: Tensor) -> Tensor:
-    return torch.zeros(len(rows), device=rows.device, requires_grad=True)
+    return torch.zeros(len(rows), dtype=torch.float32, device=rows.device, requires_grad=True)
 
 
 def _with_state(compiled: Callable, delayed: DelayedScales, rows: Tensor) -> Callable:
