@@ -150,6 +150,18 @@ def test_what_is_computed_again_is_observed_once(way: str) -> None:
     assert record["computed_again"] > 0
 
 
+def test_names_are_those_of_the_parameters_everywhere() -> None:
+    first, second = (nn.Linear(16, 16) for _ in range(2))
+    low = LowPrecisionLinears(RECIPE)
+
+    def both(x: Tensor) -> Tensor:
+        return checkpoint(second, checkpoint(first, x, use_reentrant=False), use_reentrant=False)
+
+    lts.compile(both, ["eager"], transforms=[low])(torch.ones(4, 16))
+    lts.compile(lambda x: second(first(x)), ["eager"], transforms=[low])(torch.ones(4, 16))
+    assert low.delayed.state_dict().keys() == {"first", "second"}
+
+
 def test_the_backwards_of_several_forwards_may_come_later() -> None:
     low, net = LowPrecisionLinears(RECIPE), Net()
     step = lts.compile(net, ["eager"], transforms=[low])

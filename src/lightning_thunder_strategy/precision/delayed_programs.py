@@ -49,6 +49,11 @@ class Region:
         """The region's program."""
         return getattr(self.outside, str(self.node.args[0].target))  # type: ignore[union-attr]
 
+    def argument_of(self, inside: fx.Node) -> fx.Node:
+        """What one of its inputs is outside."""
+        index = self.inside.graph.find_nodes(op="placeholder").index(inside)
+        return self.node.args[1 + index]  # type: ignore[return-value]
+
     def hand_in(self, value: fx.Node) -> fx.Node:
         """Give it one more argument. Returns what that is inside."""
         with self.inside.graph.inserting_before(first_operation(self.inside.graph)):

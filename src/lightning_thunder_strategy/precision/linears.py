@@ -146,7 +146,8 @@ class LowPrecisionLinears(Transform):
         for node, program in linears.items():
             weight = node.args[1]
             seen = stored_shard(weight) if weight in gathers[program] else weight
-            calls.append(Call(self.owner + remembered_name(trace, node, weight), path_to[program], node, seen))
+            path = path_to[program]
+            calls.append(Call(self.owner + remembered_name(trace, node, weight, path), path, node, seen))
         device = node_value(calls[0].node).device
         return dict(zip(linears, connect(trace, calls, self.delayed, device)))
 
@@ -208,9 +209,14 @@ def linear_name(trace: Trace, node: fx.Node, weight: fx.Node) -> str:
     return parameter or path or node.name
 
 
-def remembered_name(trace: Trace, node: fx.Node, weight: fx.Node) -> str:
+def remembered_name(trace: Trace, node: fx.Node, weight: fx.Node, path: Sequence[Region]) -> str:
     """The name of a linear's parameter, which is the same in every program, or that of the linear if it has none."""
-    origin = trace.origin(_source(weight))
+    source = _source(weight)
+    for region in reversed(path):
+        if source.op != "placeholder":
+            break
+        source = _source(region.argument_of(source))
+    origin = trace.origin(source)
     known = origin is not None and origin.kind == "parameter" and origin.origin
     return known.removesuffix(".weight") if known else linear_name(trace, node, weight)
 
