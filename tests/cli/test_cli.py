@@ -135,6 +135,14 @@ def test_executors_have_options_of_their_own(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("policy", ["block", 4.5])
+def test_passes_have_options_of_their_own(tmp_path: Path, policy: Any) -> None:
+    mine = {"class_path": f"{PACKAGE}.ActivationCheckpointing", "init_args": {"policy": policy, "blocks": ["*.h.*"]}}
+    config = written(tmp_path, {"class_path": f"{PACKAGE}.ThunderStrategy", "init_args": {"transforms": [mine]}})
+    found = cli("--config", config).trainer.strategy._engine.options.transforms
+    assert list(found) == [lts.ActivationCheckpointing(policy, ["*.h.*"])]
+
+
 def test_every_option_round_trips_through_print_config(tmp_path: Path) -> None:
     config = written(tmp_path, {"class_path": f"{PACKAGE}.ThunderFSDPStrategy", "init_args": EVERY_OPTION})
     assert_every_option(cli("--config", config).trainer.strategy)

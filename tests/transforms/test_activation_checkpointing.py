@@ -151,6 +151,48 @@ def test_selective_keeps_products_and_computes_pointwise_operations_again() -> N
     assert "aten.addmm.default(" not in source and "flash_attention_for_cpu.default(" not in source
 
 
+def kept_by(policy: Any, depth: int = 4) -> tuple[nn.Module, int]:
+    net = seeded(Model, depth)
+    call = compiled(net, policy)
+    torch.testing.assert_close(train(net, tokens(), call), train(seeded(Model, depth), tokens()), rtol=0, atol=0)
+    return call, figures(call)["saved_bytes"]
+
+
+def test_a_budget_takes_as_few_blocks_as_it_needs() -> None:
+    (none, everything), (_, products), (_, least) = (kept_by(policy) for policy in POLICIES)
+    assert figures(kept_by(everything / 2**30)[0])["decisions"] == figures(none)["decisions"] == []
+    found = {}
+    for budget in (
+        everything - 1,
+        (everything + products) // 2,
+        products,
+        products - 1,
+        (products + least) // 2,
+        least,
+    ):
+        call, bytes_kept = kept_by(budget / 2**30)
+        assert bytes_kept <= budget
+        reasons = [item["reason"] for item in figures(call)["decisions"]]
+        assert all(f"{bytes_kept / 2**30:.3g} GiB are kept" in reason for reason in reasons)
+        found[budget] = [sum(f"as {policy!r}" in reason for reason in reasons) for policy in ("selective", "block")]
+    assert list(found.values()) == [[1, 0], [2, 0], [4, 0], [3, 1], [2, 2], [0, 4]]
+
+
+def test_a_budget_that_cannot_be_kept_is_told() -> None:
+    least = kept_by("block", 2)[1]
+    with pytest.warns(lts.CompileWarning, match="GiB are kept for the backward even if all blocks are computed again"):
+        assert kept_by((least - 1) / 2**30, 2)[1] == least
+
+
+def test_only_the_joint_program_can_be_partitioned_on_trial() -> None:
+    class Asks(lts.Transform):
+        def acquired(self, trace: lts.Trace) -> None:
+            trace.would_keep()
+
+    with pytest.raises(RuntimeError, match="'acquired' trace cannot be partitioned: call it in Transform.joint"):
+        lts.compile(torch.sin, ["eager"], [Asks()])(torch.ones(2, requires_grad=True))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_statistics_are_updated_once(policy: str) -> None:
     x = torch.randn(5, 4, 6, 6, generator=torch.Generator().manual_seed(2))
@@ -232,6 +274,9 @@ def test_under_the_trainer_and_under_fabric() -> None:
     ("options", "words"),
     [
         ({"policy": "all"}, "policy='all' is not allowed: choose one of 'none', 'selective', 'block'"),
+        ({"policy": 0}, "policy=0 is not allowed: .* or a positive number of GiB"),
+        ({"policy": True}, "policy=True is not allowed"),
+        ({"policy": float("nan")}, "policy=nan is not allowed"),
         ({"policy": "block", "blocks": "layers.*"}, r"blocks='layers.\*' is not allowed: give a list of patterns"),
         ({"policy": "none", "blocks": ["layers.*"]}, "not allowed with policy='none': choose 'block' or 'selective'"),
     ],

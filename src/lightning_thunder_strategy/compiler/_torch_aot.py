@@ -60,6 +60,19 @@ def mark_save(node: fx.Node) -> None:
     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
+def unmark(node: fx.Node) -> None:
+    """Leave it to the partitioner again whether ``node`` is computed again."""
+    node.meta.pop("recompute", None)
+    node.meta.pop("ac_graph_id", None)
+
+
+def is_marked_recompute(node: fx.Node) -> bool:
+    """Whether the partitioner has been asked to compute ``node`` again."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return node.meta.get("recompute") == CheckpointPolicy.MUST_RECOMPUTE
+
+
 def has_policy(node: fx.Node) -> bool:
     """Whether the partitioner has been told whether to compute ``node`` again."""
     return node.meta.get("recompute") is not None

@@ -15,7 +15,14 @@ from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.fuel import Fuel
 from lightning_thunder_strategy.compiler.gradients import separate_gradients
 from lightning_thunder_strategy.compiler.report import Program
-from lightning_thunder_strategy.compiler.saved_values import computed_again, copy_saved_edits, kept, sort_saved_values
+from lightning_thunder_strategy.compiler.saved_values import (
+    Saved,
+    computed_again,
+    copy_saved_edits,
+    kept,
+    sort_saved_values,
+)
+from lightning_thunder_strategy.compiler.surgery import copy_program
 from lightning_thunder_strategy.compiler.trace import Origin, Trace, TraceOutput
 from lightning_thunder_strategy.compiler.transform import ProgramRefusedError, Transform, TransformError
 from lightning_thunder_strategy.executors.base import Executor
@@ -94,6 +101,7 @@ class Differentiation:
         self.partitioned = True
         program = self._program
         trace = Trace("joint", joint, self._name_inputs(joint.graph), outputs=self._name_outputs(joint.graph))
+        trace.trial = lambda: self._would_keep(joint, inputs, kwargs)
         program.traces.append(trace.snapshot("forward and backward as one program"))
         for transform in self._transforms:
             if type(transform).joint is not Transform.joint:
@@ -113,6 +121,11 @@ class Differentiation:
         program.computed_again = computed_again(forward, backward)
         separate_gradients(backward)
         return forward, backward
+
+    @staticmethod
+    def _would_keep(joint: fx.GraphModule, inputs: Any, kwargs: dict[str, Any]) -> Saved:
+        forward, _ = _torch_aot.min_cut_partition(copy_program(joint), inputs, **kwargs)
+        return kept(forward, kwargs["num_fwd_outputs"])
 
     def _partition_passes(self, forward: Trace, backward: Optional[Trace]) -> None:
         both = [trace for trace in (forward, backward) if trace is not None]

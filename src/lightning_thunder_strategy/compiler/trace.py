@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from lightning_thunder_strategy.compiler import _torch_aot, _torch_compat, _torch_dynamo, saving
 from lightning_thunder_strategy.compiler.emit import Emission, Notes, emit, node_value, type_text
 from lightning_thunder_strategy.compiler.expressions import mesh_expression
+from lightning_thunder_strategy.compiler.saved_values import Saved
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ class Trace:
         self._notes = dict(notes or {})
         self._outputs = tuple(outputs)
         self.decisions: list[Decision] = []
+        self.trial: Optional[Callable[[], Saved]] = None
         self.added_inputs: dict[fx.Node, torch.Tensor] = {}
         self.calls: list[Callable[[Callable], Callable]] = []
         self._emission: Optional[Emission] = None
@@ -146,6 +148,18 @@ class Trace:
                 f"This {self.stage!r} trace is a record and has no graph to edit: edit it in a Transform."
             )
         return self.graph_module.graph
+
+    def would_keep(self) -> Saved:
+        """What the forward would keep for the backward if this joint program were partitioned as it is now.
+
+        It takes as long as a partition does.
+
+        Raises:
+            RuntimeError: If this is not the live joint program.
+        """
+        if self.trial is None:
+            raise RuntimeError(f"This {self.stage!r} trace cannot be partitioned: call it in Transform.joint.")
+        return self.trial()
 
     def origin(self, node: fx.Node) -> Optional[Origin]:
         """What is known of an input of the live program."""

@@ -1,15 +1,16 @@
 """Activation checkpointing: what the forward keeps for the backward, and what the backward computes again."""
 
+import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, Union, get_args
 
 import torch
 from torch import fx, nn
 
 from lightning_thunder_strategy.compiler import _torch_aot
-from lightning_thunder_strategy.compiler.config import check_choice, check_patterns
+from lightning_thunder_strategy.compiler.config import check_patterns
 from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.module_path import ModuleCall
 from lightning_thunder_strategy.compiler.refusals import told_by_the_parser_too
@@ -35,7 +36,10 @@ class ActivationCheckpointing(Transform):
     and whether gathered parameters are kept is the sharding's choice (``"zero2"`` or ``"zero3"``).
 
     Args:
-        policy: ``"block"``: of each block only what goes into it is kept. ``"selective"``: also results of products of
+        policy: A number: at most so many GiB are kept for the backward (parameters, inputs and gradients do not count).
+            Of as many blocks as that takes, from the first, less is kept: as ``"selective"`` says, or if that is not
+            enough for all blocks, as ``"block"`` says. It takes a few more partitions while compiling.
+            ``"block"``: of each block only what goes into it is kept. ``"selective"``: also results of products of
             matrices, convolutions, attention, collectives and operators that torch does not know; norms and pointwise
             operations are computed again. A model without blocks is one block then. ``"none"``: as without this pass:
             torch's partitioner keeps what costs more to compute again than to read.
@@ -47,11 +51,14 @@ class ActivationCheckpointing(Transform):
         ValueError: If an option has a value that is not allowed, or the model has no such block.
     """
 
-    policy: Policy
+    policy: Union[Policy, float]
     blocks: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        check_choice("policy", self.policy, get_args(Policy))
+        number = isinstance(self.policy, (int, float)) and not isinstance(self.policy, bool)
+        if not (0 < self.policy < math.inf if number else self.policy in get_args(Policy)):  # type: ignore[operator]
+            allowed = f"choose one of {', '.join(map(repr, get_args(Policy)))}, or a positive number of GiB"
+            raise ValueError(f"policy={self.policy!r} is not allowed: {allowed}.")
         check_patterns("blocks", self.blocks)
         object.__setattr__(self, "blocks", tuple(self.blocks))
         if self.blocks and self.policy == "none":
@@ -60,31 +67,31 @@ class ActivationCheckpointing(Transform):
             )
 
     def module(self, module: nn.Module) -> None:
-        if (self.policy == "block" or self.blocks) and not blocks_of(module, self.blocks):
+        needed = self.policy not in ("none", "selective") or self.blocks
+        if needed and not blocks_of(module, self.blocks):
             raise ValueError(f"ActivationCheckpointing(policy={self.policy!r}): {self._missing(type(module).__name__)}")
 
     def joint(self, trace: Trace) -> None:
         if self.policy == "none":
             return
         blocks = block_operations(trace, self.blocks)
-        if not blocks and (self.policy == "block" or self.blocks):
+        if not blocks and (self.policy != "selective" or self.blocks):
             warn(f"ActivationCheckpointing(policy={self.policy!r}) changes nothing: {self._missing('one program')}")
-        elif not blocks:
+            return
+        if not blocks:
             blocks = dict.fromkeys(forward_operations(trace.graph), _WHOLE)
         gathers = _parameter_forms(trace.graph)
         blocks = {node: block for node, block in blocks.items() if node not in gathers and _may_run_twice(node)}
-        kept = _ends(blocks)
-        if self.policy == "selective":
-            kept |= {node for node in blocks if is_expensive(node)}
-        again = _computed_again(blocks, kept)
-        for node in kept:
-            _torch_aot.mark_save(node)
-        for index, block in enumerate(dict.fromkeys(blocks.values())):
-            marked = [node for node in again if blocks[node] == block]
-            for node in marked:
-                _torch_aot.mark_recompute(node, _FIRST_REGION + index)
+        calls = list(dict.fromkeys(blocks.values()))
+        if isinstance(self.policy, str):
+            _mark(blocks, dict.fromkeys(calls, self.policy))
+            reasons = dict.fromkeys(calls, f"policy={self.policy!r}")
+        else:
+            reasons = _keep_within(trace, blocks, calls, self.policy)
+        for call, reason in reasons.items():
+            marked = sum(_torch_aot.is_marked_recompute(node) for node, block in blocks.items() if block == call)
             what = "computed again where the backward needs them"
-            trace.decisions.append(Decision(block.name, f"{len(marked)} operations", what, f"policy={self.policy!r}"))
+            trace.decisions.append(Decision(call.name, f"{marked} operations", what, reason))
 
     def _missing(self, where: str) -> str:
         if self.blocks:
@@ -93,6 +100,73 @@ class ActivationCheckpointing(Transform):
             f"{where} has no list of modules of one class that hold modules themselves: name the blocks with "
             "blocks=['pattern'], or choose policy='selective'."
         )
+
+
+def _mark(blocks: Mapping[fx.Node, ModuleCall], policies: Mapping[ModuleCall, Policy]) -> None:
+    """Tell the partitioner what to keep and what to compute again, in place of what it was told before.
+
+    Args:
+        blocks: Which call of which block an operation belongs to.
+        policies: What to do with each.
+    """
+    kept = _ends(blocks)
+    kept |= {node for node, call in blocks.items() if policies[call] == "selective" and is_expensive(node)}
+    regions = {call: _FIRST_REGION + index for index, call in enumerate(policies)}
+    for node in blocks:
+        _torch_aot.unmark(node)
+    if set(policies.values()) == {"none"}:
+        return
+    for node in kept:
+        _torch_aot.mark_save(node)
+    for node in _computed_again(blocks, kept):
+        if policies[blocks[node]] != "none":
+            _torch_aot.mark_recompute(node, regions[blocks[node]])
+
+
+def _keep_within(
+    trace: Trace, blocks: Mapping[fx.Node, ModuleCall], calls: Sequence[ModuleCall], budget: float
+) -> dict[ModuleCall, str]:
+    """Mark as few blocks as a budget in GiB takes. Returns those that are marked, and why.
+
+    The first blocks: when the backward computes them again, what it has kept of the later ones is free.
+    """
+
+    def mark(policy: Policy, count: int, rest: Policy) -> None:
+        _mark(blocks, {call: policy if index < count else rest for index, call in enumerate(calls)})
+
+    def kept(policy: Policy, count: int, rest: Policy) -> float:
+        mark(policy, count, rest)
+        return trace.would_keep().bytes / 2**30
+
+    everything = kept("none", 0, "none")
+    if everything <= budget:
+        return {}
+    products = kept("selective", len(calls), "none")
+    policy, rest = ("selective", "none") if products <= budget else ("block", "selective")
+    if products >= everything:
+        rest = "none"
+    few, over = 0, products if rest == "selective" else everything
+    enough = len(calls)
+    reached = products if policy == "selective" else kept("block", enough, rest)
+    while enough - few > 1 and reached <= budget:  # equal blocks keep equally much, so that the first guess is near
+        guess = few + math.ceil((enough - few) * (over - budget) / (over - reached))
+        middle = min(max(guess, few + 1), enough - 1)
+        found = kept(policy, middle, rest)
+        if found <= budget:
+            enough, reached = middle, found
+        else:
+            few, over = middle, found
+    mark(policy, enough, rest)
+    if reached > budget:
+        warn(
+            f"ActivationCheckpointing(policy={budget!r}): {reached:.3g} GiB are kept for the backward even if all "
+            "blocks are computed again. Choose a smaller batch, smaller blocks (blocks=...), or a larger number."
+        )
+    return {
+        call: f"policy={budget!r}: as {policy if index < enough else rest!r}, {reached:.3g} GiB are kept"
+        for index, call in enumerate(calls)
+        if index < enough or rest != "none"
+    }
 
 
 def is_expensive(node: fx.Node) -> bool:
@@ -135,7 +209,7 @@ def _parameter_forms(graph: fx.Graph) -> set[fx.Node]:
     return found
 
 
-def _ends(blocks: dict[fx.Node, ModuleCall]) -> set[fx.Node]:
+def _ends(blocks: Mapping[fx.Node, ModuleCall]) -> set[fx.Node]:
     """What leaves a block: kept, or a long way back would be computed again at once.
 
     Torch may compute views again whatever they are marked with, so what they are views of is kept.
@@ -157,7 +231,7 @@ def _reads(user: fx.Node) -> bool:
     return not (isinstance(user.target, torch._ops.OpOverload) and user.target._schema.is_mutable)
 
 
-def _computed_again(blocks: dict[fx.Node, ModuleCall], kept: set[fx.Node]) -> set[fx.Node]:
+def _computed_again(blocks: Mapping[fx.Node, ModuleCall], kept: set[fx.Node]) -> set[fx.Node]:
     """All of a block but what is kept; parts of a tuple go with it."""
     found: set[fx.Node] = set()
     for node in blocks:
