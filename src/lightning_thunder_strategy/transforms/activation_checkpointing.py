@@ -160,7 +160,7 @@ def _keep_within(
     if reached > budget:
         warn(
             f"ActivationCheckpointing(policy={budget!r}): {reached:.3g} GiB are kept for the backward even if all "
-            "blocks are computed again. Choose a smaller batch, smaller blocks (blocks=...), or a larger number."
+            "blocks are computed again: choose smaller batches or a larger number."
         )
     return {
         call: f"policy={budget!r}: as {policy if index < enough else rest!r}, {reached:.3g} GiB are kept"
