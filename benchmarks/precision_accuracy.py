@@ -2,6 +2,7 @@
 
 python benchmarks/precision_accuracy.py               # errors, seconds
 python benchmarks/precision_accuracy.py --train       # and the GPT of examples/pretrain_text.py, minutes a precision
+python benchmarks/precision_accuracy.py --only-train --plot loss.png   # its losses while it trains (matplotlib)
 
 Prints Markdown tables.
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -90,8 +92,18 @@ def _kind(outliers: bool) -> str:
 # ------------------------------------------------------------------------------------------------------------ training
 
 
-def validation_loss(precision: str, args: argparse.Namespace) -> tuple[float, float]:
-    """Validation loss in nats a byte after training, and seconds."""
+class Curve(Callback):
+    """The validation loss in nats a byte at each validation."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.losses[trainer.global_step] = trainer.callback_metrics["val_loss"].item()
+
+
+def validation_losses(precision: str, args: argparse.Namespace) -> tuple[dict[int, float], float]:
+    """Validation loss in nats a byte by step, and seconds."""
     from pretrain_text import TextModel, model_config
     from text_data import PythonSource
 
@@ -101,26 +113,45 @@ def validation_loss(precision: str, args: argparse.Namespace) -> tuple[float, fl
     plugin: Any = {"precision": "bf16-true"}
     if precision != "bf16":
         plugin = {"plugins": [lts.ThunderPrecision(precision, "bf16-true")]}
+    curve = Curve()
+    interval = max(1, args.steps // 10) if args.plot else args.steps
     trainer = L.Trainer(
         strategy=lts.ThunderStrategy(executors=args.executors), devices=1, max_steps=args.steps, limit_val_batches=20,
-        val_check_interval=args.steps, num_sanity_val_steps=0, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, accelerator="auto", **plugin,
+        val_check_interval=interval, callbacks=[curve], num_sanity_val_steps=0, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, accelerator="auto", **plugin,
     )  # fmt: skip
     started = time.perf_counter()
     trainer.fit(model, data)
-    return trainer.callback_metrics["val_loss"].item(), time.perf_counter() - started
+    return curve.losses, time.perf_counter() - started
 
 
 def training(args: argparse.Namespace) -> None:
     rows = [["precision", "validation loss", "over bf16, %", "seconds"]]
-    base = math.nan
+    base, curves = math.nan, {}
     for precision in ["bf16", *(args.precisions or RECIPES)]:
-        loss, seconds = validation_loss(precision, args)
+        curves[precision], seconds = validation_losses(precision, args)
+        loss = curves[precision][args.steps]
         base = loss if precision == "bf16" else base
         rows.append([precision, f"{loss:.4f}", f"{100 * (loss / base - 1):+.2f}", f"{seconds:.0f}"])
         print(rows[-1], file=sys.stderr, flush=True)
         torch._dynamo.reset()
     print_table(f"the GPT of examples/pretrain_text.py after {args.steps} steps on one device", rows)
+    if args.plot:
+        plot(curves, args.plot)
+
+
+def plot(curves: dict[str, dict[int, float]], path: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    figure, (whole, end) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
+    for name, losses in curves.items():
+        steps, values = list(losses), list(losses.values())
+        whole.plot(steps, values, label=name)
+        end.plot(steps[len(steps) // 2 :], values[len(steps) // 2 :], marker=".", label=name)
+    for axis, title in ((whole, "the whole run"), (end, "its second half")):
+        axis.set(title=title, xlabel="optimizer steps", ylabel="validation loss, nats a byte")
+    end.legend()
+    figure.savefig(path, dpi=100)
 
 
 def main() -> None:
@@ -129,6 +160,7 @@ def main() -> None:
     parser.add_argument("--only-train", action="store_true")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--precisions", nargs="+")
+    parser.add_argument("--plot", type=Path, help="writes validation losses over the steps to this file")
     parser.add_argument("--executors", nargs="+", default=["eager"])
     args = parser.parse_args()
     warnings.simplefilter("ignore")

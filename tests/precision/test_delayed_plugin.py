@@ -101,6 +101,15 @@ def test_only_training_steps_are_observed() -> None:
     assert_same(found, fitted(max_epochs=1, limit_val_batches=0))
 
 
+@pytest.mark.parametrize("mode", ["forward", "submodules"])
+def test_smaller_programs_train_the_same(mode: Any) -> None:
+    expected = fitted(max_epochs=1)
+    found = fitted(lts.ThunderStrategy(executors=["eager"], compile=mode), max_epochs=1)
+    assert histories(found).keys() == histories(expected).keys()
+    for name, history in histories(expected).items():
+        torch.testing.assert_close(histories(found)[name], history)
+
+
 def test_another_module_starts_over() -> None:
     trainer = fitted(max_epochs=1)
     before = histories(trainer)

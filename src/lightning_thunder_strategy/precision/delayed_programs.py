@@ -93,15 +93,19 @@ class Call:
 
 
 def paths(program: fx.GraphModule) -> dict[fx.GraphModule, tuple[Region, ...]]:
-    """A program and its checkpointed regions, each with the calls that lead there."""
+    """A program and its checkpointed regions, each with the calls that lead there; without those called twice."""
     found: dict[fx.GraphModule, tuple[Region, ...]] = {}
+    twice = set()
     waiting: list[tuple[fx.GraphModule, tuple[Region, ...]]] = [(program, ())]
     while waiting:
         inside, path = waiting.pop(0)
+        if inside in found:
+            twice.add(inside)
+            continue
         found[inside] = path
         calls = [Region(inside, node) for node in inside.graph.nodes if _torch_aot.is_checkpoint(node)]
         waiting += [(region.inside, (*path, region)) for region in calls]
-    return found
+    return {inside: path for inside, path in found.items() if not any(region.inside in twice for region in path)}
 
 
 def connect(trace: Trace, calls: Sequence[Call], delayed: DelayedScales, device: torch.device) -> list[fx.Node]:

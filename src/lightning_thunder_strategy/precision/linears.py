@@ -158,7 +158,7 @@ class LowPrecisionLinears(Transform):
         text = f"{shape[1]} to {shape[0]} features"
         reason = self._reason(name, value, node_value(x), shape)
         if reason is None and self.delayed is not None and not reached:
-            reason = "delayed scaling does not reach inside of an operator that calls a program"
+            reason = "delayed scaling does not reach inside of an operator that calls a program, such as torch.cond"
         if reason is not None:
             return Decision(name, text, "left alone", reason)
         why = why_not_native(self.recipe, value.device, value.dtype)
