@@ -22,7 +22,7 @@ from lightning_thunder_strategy.compiler.report import OptimizerRecord, Record, 
 from lightning_thunder_strategy.distributed import checkpoint as states
 from lightning_thunder_strategy.distributed import sharding
 from lightning_thunder_strategy.distributed.schemes import whole
-from lightning_thunder_strategy.precision.options import accept
+from lightning_thunder_strategy.precision.options import LowPrecision, accept
 from lightning_thunder_strategy.strategies import storage
 from lightning_thunder_strategy.strategies.compiled_calls import CompiledModule, begin_call, gathering
 from lightning_thunder_strategy.strategies.engine import Engine
@@ -248,8 +248,9 @@ class CompiledModulesStrategy(Strategy):
         storage.write_folder(self, Path(path), sharded, metadata)
 
     def _with_precision(self, state: _State) -> _State:
-        """With what the precision plugin remembers, under its name as in the Trainer's checkpoints."""
-        name, remembered = type(self.precision).__qualname__, self.precision.state_dict()
+        """With what ThunderPrecision remembers, under its name as in the Trainer's checkpoints."""
+        name = type(self.precision).__qualname__
+        remembered = self.precision.state_dict() if isinstance(self.precision, LowPrecision) else {}
         if remembered and name in state:
             raise ValueError(f"The state has an entry {name!r}, the name of the precision plugin's: rename it.")
         return {**state, name: remembered} if remembered else state
@@ -274,8 +275,9 @@ class CompiledModulesStrategy(Strategy):
         if isinstance(state, (nn.Module, Optimizer)):
             self._load_into(state, checkpoint, strict)
             return {}
-        if self.precision.state_dict():
-            self.precision.load_state_dict(checkpoint.pop(type(self.precision).__qualname__, {}))
+        name = type(self.precision).__qualname__
+        if isinstance(self.precision, LowPrecision) and self.precision.delayed is not None and name in checkpoint:
+            self.precision.load_state_dict(checkpoint.pop(name))
         _validate_keys_for_strict_loading(state.keys(), checkpoint.keys(), strict=strict)
         for key, item in state.copy().items():
             if key not in checkpoint:
