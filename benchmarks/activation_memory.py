@@ -13,41 +13,18 @@ import json
 import time
 from typing import Any
 
-import lightning as L
 import torch
-from litgpt import GPT, Config
-from torch import Tensor
-from torch.nn import functional as F
+from planner_memory import Pretrains
 
 import lightning_thunder_strategy as lts
 
 
-class Pretrains(L.LightningModule):
-    def __init__(self, config: Config, length: int) -> None:
-        super().__init__()
-        self.config, self.length = config, length
-        self.model: Any = None
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            with torch.device("meta"):
-                self.model = GPT(self.config)
-            self.model.max_seq_length = self.length
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return F.cross_entropy(self.model(batch[:, :-1]).flatten(0, 1).float(), batch[:, 1:].flatten())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-5, fused=True)
-
-
 def planned(args: argparse.Namespace, policy: str) -> dict[str, Any]:
-    changes = {"n_layer": args.layers} if args.layers else {}
-    config = Config.from_name(args.model, block_size=max(args.length, 4096), **changes)
     value = float(policy) if policy.replace(".", "").isdigit() else policy
     strategy = lts.ThunderStrategy(executors=args.executors, transforms=[lts.ActivationCheckpointing(value)])
     tokens = torch.zeros(args.batch, args.length + 1, dtype=torch.long)
-    found = lts.plan(Pretrains(config, args.length), tokens, strategy, devices=1, precision="bf16-true", gpu="H200")
+    module = Pretrains(args.model, args.layers, args.length)
+    found = lts.plan(module, tokens, strategy, devices=1, precision="bf16-true", gpu="H200")
     return found.to_dict()
 
 
