@@ -240,6 +240,23 @@ def test_what_torch_must_do_is_left_to_it_and_told_once(cls: Any, options: dict,
         step(optimizer)
 
 
+@pytest.mark.parametrize("cls", [SGD, ADAMW])
+@pytest.mark.parametrize("refused", ["option", "type"])
+def test_what_is_refused_of_a_later_group_is_an_error_before_any_parameter_changes(cls: Any, refused: str) -> None:
+    held = [nn.Parameter(torch.ones(3, dtype=torch.float64, device=DEVICE)) for _ in range(3)]
+    if refused == "type":
+        held[2] = nn.Parameter(torch.ones(3, dtype=torch.complex128, device=DEVICE))
+    give_gradients([*held[:2], None], 0), setattr(held[2], "grad", torch.ones_like(held[2]))
+    last = {"params": held[2:], **({"foreach": True} if refused == "option" else {})}
+    optimizer = cls([{"params": [parameter]} for parameter in held[:2]] + [last])
+    before, steps = copy.deepcopy(held), OptimizerSteps("auto", on_error="raise")
+    with pytest.raises(RuntimeError, match="cannot take over 1 parameters of .*(foreach=True|complex128)"):
+        step(optimizer, steps)
+    torch.testing.assert_close(held, before, rtol=0, atol=0)
+    held[2].grad = None  # without a gradient nothing has to update it
+    assert step(optimizer, steps)["parameters"] == {BY: 2}
+
+
 def test_a_step_compiled_by_the_user_is_left_to_torch() -> None:
     held = parameters()
     give_gradients(held, 0)

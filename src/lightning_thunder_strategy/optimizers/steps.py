@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -23,6 +24,16 @@ from lightning_thunder_strategy.optimizers.updates import Adam, Lists, Sgd, Upda
 
 CompileOptimizer = Literal["auto", False]
 UPDATES: tuple[Update, ...] = (Adam(), Sgd())
+
+
+@dataclass
+class _Plan:
+    """What updates which parameters of a param group, by their indices in the lists that the optimizer has filled."""
+
+    columns: Lists
+    held: list[list[Any]]
+    taken: list[tuple[Implementation, list[int]]]
+    left: dict[str, int]  # how many torch's own step updates, by the reason
 
 
 class OptimizerSteps:
@@ -60,8 +71,8 @@ class OptimizerSteps:
             What the closure of the step, if it has one, is to be replaced by.
 
         Raises:
-            RuntimeError: In the step, with ``on_error="raise"``, before parameters of a group are updated that kernels
-                cannot update.
+            RuntimeError: In the step, with ``on_error="raise"`` and parameters that kernels cannot update, before any
+                parameter of any group is updated.
         """
         if not self.wanted:
             yield _as_it_is
@@ -80,6 +91,8 @@ class OptimizerSteps:
             result = collect(group, *lists)
             if group is optimizer.param_groups[0]:
                 record.begin()
+                if self.on_error == "raise":
+                    self._check_the_others(record, update, optimizer, collect, len(lists))
             self._take(record, update, optimizer, group, lists)
             return result
 
@@ -92,31 +105,44 @@ class OptimizerSteps:
             self.records.append(self._record_of[optimizer])
         return self._record_of[optimizer]
 
-    def _take(
-        self, record: OptimizerRecord, update: Update, optimizer: Optimizer, group: dict[str, Any], lists: Lists
+    def _check_the_others(
+        self, record: OptimizerRecord, update: Update, optimizer: Optimizer, collect: Collect, count: int
     ) -> None:
-        """Update what kernels can of a param group, and take it out of ``lists``."""
+        """Before the first param group is updated: raise what the others would raise after it."""
+        for group in optimizer.param_groups[1:]:
+            lists: list[list[Any]] = [[] for _ in range(count)]
+            collect(group, *lists)
+            self._leave(record, self._planned(update, optimizer, group, lists).left)
+
+    def _planned(self, update: Update, optimizer: Optimizer, group: dict[str, Any], lists: Lists) -> _Plan:
+        """What is going to update the parameters of a group; changes nothing."""
         reason = update.refuses(optimizer, group) if lists[0] else None
         if reason is not None or not lists[0]:
-            self._leave(record, {str(reason): len(lists[0])})
-            return
+            return _Plan([], [], [], {str(reason): len(lists[0])})
         columns = update.columns(lists, group)
         held = [[local(tensor) for tensor in column] for column in columns]
         kinds, left = rows_of_one_kind(columns, held, update.marks(lists))
-        plan: list[tuple[Implementation, list[int]]] = []
+        taken: list[tuple[Implementation, list[int]]] = []
         for kind, indices in kinds.items():
             implementation, problem = self._implementation(update, *kind[:2])
             if implementation is None:
                 left.setdefault(problem, []).extend(indices)
             else:
-                plan.append((implementation, indices))
-        self._leave(record, {why: len(indices) for why, indices in left.items()})
+                taken.append((implementation, indices))
+        return _Plan(columns, held, taken, {why: len(indices) for why, indices in left.items()})
+
+    def _take(
+        self, record: OptimizerRecord, update: Update, optimizer: Optimizer, group: dict[str, Any], lists: Lists
+    ) -> None:
+        """Update what kernels can of a param group, and take it out of ``lists``."""
+        plan = self._planned(update, optimizer, group, lists)
+        self._leave(record, plan.left)
         done: set[int] = set()
-        for implementation, indices in plan:
-            some, mine = _at(lists, indices), _at(held, indices)
+        for implementation, indices in plan.taken:
+            some, mine = _at(lists, indices), _at(plan.held, indices)
             if not self._run(record, implementation, update, some, mine, group):
                 continue
-            whole = _at(columns, indices)
+            whole = _at(plan.columns, indices)
             changed = [tensor for lot in (whole, mine) for column in (lot[0], *lot[2:]) for tensor in column]
             torch.autograd.graph.increment_version(changed)  # no kernel tells autograd of both, shard and whole
             update.keep(optimizer, some, whole)
