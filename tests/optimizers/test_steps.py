@@ -209,13 +209,24 @@ class Own(ADAMW):
         super().step(closure)
 
 
+class OwnSgd(SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+
+
+class Renamed(Own):
+    pass
+
+
 LEFT = [
     (ADAMW, {"foreach": True}, "foreach=True asks for an implementation of torch"),
     (ADAMW, {"fused": True}, "fused=True asks for an implementation of torch"),
     (SGD, {"foreach": False}, "foreach=False asks for an implementation of torch"),
     (ADAM, {"differentiable": True}, "differentiable=True needs an implementation of torch"),
     (torch.optim.RMSprop, {}, "there is no kernel for RMSprop"),
-    (Own, {}, "its class has a step of its own, other than that of Adam"),
+    (Own, {}, "its class has a step of its own, other than that of AdamW"),
+    (Renamed, {}, "its class has a step of its own, other than that of AdamW"),
+    (OwnSgd, {}, "its class has a step of its own, other than that of SGD"),
 ]
 
 

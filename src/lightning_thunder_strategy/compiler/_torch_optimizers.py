@@ -19,7 +19,8 @@ def own_step(optimizer: Optimizer, base: type[Optimizer]) -> Optional[str]:
     for name in ("step", _COLLECT):  # which profiler and TorchDynamo wrap, each class's by itself
         if inspect.unwrap(getattr(type(optimizer), name)) is inspect.unwrap(getattr(base, name)):
             continue
-        return f"its class has a step of its own, other than that of {base.__name__}"
+        nearest = next(each for each in type(optimizer).__mro__ if each.__module__.startswith("torch.optim."))
+        return f"its class has a step of its own, other than that of {nearest.__name__}"
     if hasattr(optimizer.step, "_torchdynamo_orig_callable"):
         return "its step is compiled with torch.compile"
     return None
