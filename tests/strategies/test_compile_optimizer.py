@@ -1,5 +1,6 @@
 """``compile_optimizer="auto"`` trains as torch's own optimizers do, under Trainer and Fabric."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -190,7 +191,7 @@ def train(runner: L.Fabric, cls: Any, state: dict | None = None, clip: dict | No
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    return model, {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    return (model, optimizer), {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
 
 
 def auto(**options: Any) -> L.Fabric:
@@ -200,7 +201,7 @@ def auto(**options: Any) -> L.Fabric:
 @pytest.mark.parametrize("cls", [ADAMW, SGD])
 @pytest.mark.parametrize("clip", [None, {"max_norm": 0.1}, {"clip_val": 0.01}])
 def test_fabric_trains_as_with_torchs_own(cls: Any, clip: Any) -> None:
-    model, ours = train(auto(), cls, clip=clip)
+    (model, _optimizer), ours = train(auto(), cls, clip=clip)  # kept: reports are of optimizers that exist
     _, theirs = train(fabric(), cls, clip=clip)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     assert lts.explain(model).to_dict()["optimizers"] == [{"name": cls.__name__, "parameters": {BY: 3}, "reasons": {}}]
@@ -227,5 +228,30 @@ def test_fabric_steps_with_a_closure() -> None:
 
 
 def test_two_strategies_in_one_process_do_not_share() -> None:
-    (model, _), (other, _) = train(auto(), ADAMW), train(fabric(), ADAMW)
-    assert len(lts.explain(model).optimizers) == 1 and lts.explain(other).optimizers == []
+    (ours, _), (theirs, _) = train(auto(), ADAMW), train(fabric(), ADAMW)
+    assert len(lts.explain(ours[0]).optimizers) == 1 and lts.explain(theirs[0]).optimizers == []
+
+
+def test_fabric_forgets_optimizers_that_are_gone_and_numbers_equal_names() -> None:
+    runner = auto()
+    model = runner.setup(seeded(Net))
+
+    def stepped(cls: Any) -> Any:
+        optimizer = runner.setup_optimizers(cls(model.parameters(), lr=0.01))
+        runner.backward(model(batches(1)[0]).square().mean())
+        optimizer.step()
+        return optimizer
+
+    def names() -> list[str]:
+        gc.collect()
+        return [item["name"] for item in lts.explain(runner).to_dict()["optimizers"]]
+
+    for _ in range(3):
+        stepped(ADAMW)
+    assert names() == []
+    kept = [stepped(cls) for cls in (ADAMW, SGD, ADAMW, ADAMW)]
+    assert names() == ["AdamW", "SGD", "AdamW#2", "AdamW#3"]
+    kept[0].step()
+    assert names() == ["AdamW", "SGD", "AdamW#2", "AdamW#3"]
+    del kept[0]
+    assert names() == ["SGD", "AdamW", "AdamW#2"]

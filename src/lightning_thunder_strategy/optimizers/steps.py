@@ -1,8 +1,9 @@
 """Steps of torch's optimizers, taken by kernels over many parameters: what ``compile_optimizer`` asks for."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -47,7 +48,6 @@ class OptimizerSteps:
     def __init__(self, wanted: CompileOptimizer = False, on_error: OnError = "fallback") -> None:
         self.wanted = wanted
         self.on_error = on_error
-        self.records: list[OptimizerRecord] = []
         self._record_of: WeakKeyDictionary[Optimizer, OptimizerRecord] = WeakKeyDictionary()
         self._failed: dict[Implementation, str] = {}
 
@@ -55,9 +55,19 @@ class OptimizerSteps:
         """Optimizers stay in the process that made them."""
         return type(self), (self.wanted, self.on_error)
 
+    @property
+    def records(self) -> list[OptimizerRecord]:
+        """Of the optimizers that still exist, in the order of their first steps; equal names are numbered."""
+        names: Counter[str] = Counter()
+        numbered = []
+        for record in self._record_of.values():
+            names[record.name] += 1
+            number = f"#{names[record.name]}" if names[record.name] > 1 else ""
+            numbered.append(replace(record, name=record.name + number))
+        return numbered
+
     def forget(self) -> None:
         """Other optimizers are going to take the steps."""
-        self.records = []
         self._record_of.clear()
 
     @contextmanager
@@ -102,7 +112,6 @@ class OptimizerSteps:
     def _record(self, optimizer: Optimizer) -> OptimizerRecord:
         if optimizer not in self._record_of:
             self._record_of[optimizer] = OptimizerRecord(type(optimizer).__name__)
-            self.records.append(self._record_of[optimizer])
         return self._record_of[optimizer]
 
     def _check_the_others(

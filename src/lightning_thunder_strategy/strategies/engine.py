@@ -306,7 +306,7 @@ class Engine:
 
     def report(self, records: Sequence[Record], module: Optional[nn.Module]) -> Report:
         """What was compiled, how large the parameters are, and who updates them."""
-        return Report(list(records), parameter_bytes(module), list(self.optimizer_steps.records))
+        return Report(list(records), parameter_bytes(module), self.optimizer_steps.records)
 
 
 def parameter_bytes(module: Optional[nn.Module]) -> dict[str, int]:

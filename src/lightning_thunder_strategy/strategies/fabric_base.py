@@ -188,7 +188,7 @@ class CompiledModulesStrategy(Strategy):
 
     def optimizer_records(self) -> list[OptimizerRecord]:
         """How optimizers took their newest steps; none without ``compile_optimizer``."""
-        return list(self._engine.optimizer_steps.records)
+        return self._engine.optimizer_steps.records
 
     def report(self) -> Report:
         """What was compiled, by whom, and what was not."""
