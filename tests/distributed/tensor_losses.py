@@ -49,6 +49,11 @@ def _capped(module: Any, logits: Tensor, targets: Tensor) -> Tensor:
     return _flat(torch.tanh(logits / 3.0) * 3.0, targets)
 
 
+def _square(module: Any, logits: Tensor, targets: Tensor) -> Tensor:
+    """As many rows as classes."""
+    return F.cross_entropy(logits[:, :3].reshape(CLASSES, CLASSES), targets[:, :3].reshape(CLASSES))
+
+
 SPLIT: dict[str, Loss] = {
     "mean": lambda module, logits, targets: _flat(logits, targets),
     "ignored": lambda module, logits, targets: _flat(logits, targets, ignore_index=3),
@@ -58,6 +63,8 @@ SPLIT: dict[str, Loss] = {
     "module, smoothed": lambda module, logits, targets: nn.CrossEntropyLoss(label_smoothing=0.1)(
         logits.reshape(-1, logits.size(-1)), targets.reshape(-1)
     ),
+    "scaled": lambda module, logits, targets: _flat(2.0 * logits / 3, targets),
+    "as many rows as classes": _square,
     "shifted": _shifted,
     "capped": _capped,
     "chunks": lambda module, logits, targets: chunked_cross_entropy(logits, targets, chunk_size=5),
@@ -93,6 +100,10 @@ GATHERED: dict[str, tuple[Loss, str]] = {
     "some classes": (
         lambda module, logits, targets: _flat(logits[..., :10], targets.clamp(max=9)),
         "a part of each row of logits is taken",
+    ),
+    "masked": (
+        lambda module, logits, targets: _flat(torch.where(targets.unsqueeze(-1) > 4, logits, -logits), targets),
+        "the logits go through where",
     ),
     "another row's": (
         lambda module, logits, targets: _flat(logits.softmax(-1), targets),

@@ -16,6 +16,7 @@ from torch import Tensor, fx
 
 from lightning_thunder_strategy.compiler._torch_fakes import run_on_fakes
 from lightning_thunder_strategy.compiler.emit import node_value
+from lightning_thunder_strategy.compiler.events import first_line
 from lightning_thunder_strategy.compiler.module_path import path_name
 from lightning_thunder_strategy.compiler.pattern_parts import cast_source, change_between, is_op, tensor_of
 from lightning_thunder_strategy.compiler.trace import Decision, Trace
@@ -79,14 +80,14 @@ class LossParallel(Transform):
             joined = program.graph.find_nodes(op="call_function", target=join_logits)
             reasons = dict.fromkeys(joined, "no call of F.cross_entropy in this program reads them")
             split: set[fx.Node] = set()
+            behind = _behind(joined)
             for loss in program.graph.find_nodes(op="call_function", target=F.cross_entropy) if joined else ():
-                path, reason = _path(loss)
-                if path and path[-1] in reasons:
-                    if reason is None:
-                        split.add(path[-1])
-                        _split(loss, path)
-                    else:
-                        reasons[path[-1]] = reason
+                path, reason = _path(loss, behind)
+                reason = reason or (_split(loss, path) if path else None)
+                if path and reason is None:
+                    split.add(path[-1])
+                elif path:
+                    reasons[path[-1]] = reason or ""
             for node in joined:
                 trace.decisions.append(_decision(node, node in split, reasons[node]))
                 if node in split and not node.users:
@@ -109,19 +110,34 @@ def _decision(node: fx.Node, split: bool, reason: str) -> Decision:
 # ------------------------------------------------------------------------------------------------- finds what to split
 
 
-def _path(loss: fx.Node) -> tuple[list[fx.Node], Optional[str]]:
-    """From the loss's input back to where logits are joined, and why the loss cannot be computed of parts, if so."""
+def _behind(joined: list[fx.Node]) -> set[fx.Node]:
+    """What is computed from logits, and they."""
+    found: set[fx.Node] = set()
+    pending = [*joined]
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += node.users
+    return found
+
+
+def _path(loss: fx.Node, behind: set[fx.Node]) -> tuple[list[fx.Node], Optional[str]]:
+    """From the loss's input back to where logits are joined, and why the loss cannot be computed of parts, if so.
+
+    Nothing, if the loss does not read logits. Of several ways back the first is taken.
+    """
     path: list[fx.Node] = []
     reason = _options(loss)
     current = _arguments(loss)["input"]
-    while isinstance(current, fx.Node):
+    while current in behind:
         path.append(current)
         if current.target is join_logits:
             return path, reason or change_between(loss, path, modes=False)
-        source, problem = _step(current)
-        reason = reason or problem
+        source = next(value for value in current.all_input_nodes if value in behind)
+        reason = reason or _step(current, source)
         current = source
-    return [], reason
+    return [], None
 
 
 def _arguments(loss: fx.Node) -> dict[str, Any]:
@@ -146,27 +162,24 @@ def _options(loss: fx.Node) -> Optional[str]:
     return None
 
 
-def _step(node: fx.Node) -> tuple[Any, Optional[str]]:
-    """What an operation between logits and loss reads, and why it does not treat each row of logits by itself."""
-    source = node.args[0] if node.args else None
+def _step(node: fx.Node, source: fx.Node) -> Optional[str]:
+    """Why an operation between logits and loss does not treat each row of logits by itself, class by class."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     if is_op(node, "split") or is_op(node, "chunk"):
-        return source, None if _dim_is_first(node) else f"the logits are cut along another dimension than rows ({name})"
+        return None if _dim_is_first(node) else f"the logits are cut along another dimension than rows ({name})"
     if name == "getitem":
-        return source, _taken(node)
+        return _taken(node)
     before, after = tensor_of(source), tensor_of(node)
     if before is None or after is None or before.dim() == 0 or after.dim() == 0:
-        return source, f"the logits go through {name}"
+        return f"the logits go through {name}"
     classes = before.shape[-1]
     if any(is_op(node, op) for op in ("view", "reshape", "flatten", "contiguous")):
         kept = isinstance(classes, int) and after.shape[-1] == classes
-        return source, None if kept else f"the logits are reshaped across rows ({name})"
-    elementwise = any(is_op(node, op) for op in ("mul", "div")) and all(
-        isinstance(value, (int, float)) for value in node.args[1:]
-    )
-    if cast_source(node) is not None or is_op(node, "tanh") or elementwise:
-        return source, None
-    return source, f"the logits go through {name}"
+        return None if kept else f"the logits are reshaped across rows ({name})"
+    numbers = all(value is source or isinstance(value, (int, float)) for value in node.args)
+    if cast_source(node) is not None or is_op(node, "tanh"):
+        return None
+    return None if numbers and (is_op(node, "mul") or is_op(node, "div")) else f"the logits go through {name}"
 
 
 def _dim_is_first(node: fx.Node) -> bool:
@@ -193,14 +206,19 @@ def _taken(node: fx.Node) -> Optional[str]:
 # ----------------------------------------------------------------------------------------------------------- splits it
 
 
-def _split(loss: fx.Node, path: list[fx.Node]) -> None:
-    """Compute the loss of this rank's part: what leads to it once more, on the part."""
+def _split(loss: fx.Node, path: list[fx.Node]) -> Optional[str]:
+    """Compute the loss of this rank's part: what leads to it once more, on the part. Why not, if that fails."""
     joined = path[-1]
     part, _, size, rank, group = joined.args
     local: dict[fx.Node, fx.Node] = {joined: part}  # type: ignore[dict-item]
-    for node in reversed(path[:-1]):
+    for node, source in zip(reversed(path[:-1]), reversed(path)):
         with loss.graph.inserting_after(node):
-            local[node] = _on_part(node, local, size)
+            local[node] = made = _on_part(node, source, local[source], size)
+        error = _compute(made)
+        if error is not None:
+            for other in [local[node] for node in path[:-1] if node in local]:
+                loss.graph.erase_node(other)
+            return f"{node.target} fails on a part of them: {first_line(error)}"
     given = _arguments(loss)
     loss.args = (local[path[0]], given["target"], given["ignore_index"], given["reduction"], given["label_smoothing"])
     loss.args += (node_value(loss).dtype, size, rank, group)
@@ -208,28 +226,39 @@ def _split(loss: fx.Node, path: list[fx.Node]) -> None:
     for node in path[:-1]:
         if not node.users:
             loss.graph.erase_node(node)
+    return None
 
 
-def _on_part(node: fx.Node, local: dict[fx.Node, fx.Node], size: Any) -> fx.Node:
-    (source, *rest), kwargs = node.args, dict(node.kwargs)
-    before = tensor_of(source)
-    if before is not None and any(is_op(node, op) for op in ("view", "reshape")):
-        columns = before.shape[-1] // size
-        rest = [_with_columns(item, columns, last=item is rest[-1]) for item in rest]
+def _on_part(node: fx.Node, source: fx.Node, part: fx.Node, size: Any) -> fx.Node:
+    args, kwargs = [part if value is source else value for value in node.args], dict(node.kwargs)
+    if any(is_op(node, op) for op in ("view", "reshape")):
+        columns = node_value(source).shape[-1] // size
+        args = [*args[:-1], _with_columns(args[-1], columns)] if len(args) > 1 else args
         kwargs = {key: _with_columns(item, columns) for key, item in kwargs.items()}
-    made = node.graph.create_node(node.op, node.target, (local[source], *rest), kwargs)  # type: ignore[index]
+    made = node.graph.create_node(node.op, node.target, tuple(args), kwargs)
     made.meta = {key: value for key, value in node.meta.items() if key not in ("example_value", "val")}
-    values, options = fx.node.map_arg((made.args, made.kwargs), node_value)
-    run = (lambda x, *args, **kw: getattr(x, node.target)(*args, **kw)) if node.op == "call_method" else node.target  # type: ignore[arg-type]
-    made.meta["example_value"] = run_on_fakes(run, values, options)  # type: ignore[arg-type]
     return made
 
 
-def _with_columns(shape: Any, columns: int, last: bool = True) -> Any:
-    """A size, or the last of several, with the part's number of columns; -1 finds it by itself."""
+def _compute(node: fx.Node) -> Optional[Exception]:
+    """Note an operation's value; or what goes wrong."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return getattr(args[0], node.target)(*args[1:], **kwargs)  # type: ignore[arg-type]
+
+    values, options = fx.node.map_arg((node.args, node.kwargs), node_value)
+    try:
+        node.meta["example_value"] = run_on_fakes(run if node.op == "call_method" else node.target, values, options)  # type: ignore[arg-type]
+    except Exception as error:
+        return error
+    return None
+
+
+def _with_columns(shape: Any, columns: int) -> Any:
+    """The last size of a shape, as the part's number of columns; -1 finds it by itself."""
     if isinstance(shape, (tuple, list, torch.Size)):
         return (*shape[:-1], _with_columns(shape[-1], columns))
-    return columns if last and isinstance(shape, int) and shape != -1 else shape
+    return columns if isinstance(shape, int) and shape != -1 else shape
 
 
 def _programs(gm: fx.GraphModule) -> Iterator[fx.GraphModule]:
