@@ -184,6 +184,20 @@ def test_a_budget_that_cannot_be_kept_is_told() -> None:
         assert kept_by((least - 1) / 2**30, 2)[1] == least
 
 
+def test_a_program_for_batches_of_any_size_computes_all_blocks_again() -> None:
+    """What it would keep for another batch is not known."""
+    everything = kept_by("none", 2)[1]
+    net = seeded(Model, 2)
+    call = compiled(net, everything / 2**30)
+    train(net, tokens(), call)
+    net.zero_grad()
+    with pytest.warns(lts.CompileWarning, match="all blocks are computed again in a program for batches of any size"):
+        found = train(net, tokens(11), call)
+    torch.testing.assert_close(found, train(seeded(Model, 2), tokens(11)), rtol=0, atol=0)
+    reasons = [item["reason"] for item in figures(call)["decisions"]]
+    assert len(reasons) == 2 and all("as 'block', because batches may have any size" in reason for reason in reasons)
+
+
 def test_only_the_joint_program_can_be_partitioned_on_trial() -> None:
     class Asks(lts.Transform):
         def acquired(self, trace: lts.Trace) -> None:
@@ -278,7 +292,10 @@ def test_under_the_trainer_and_under_fabric() -> None:
         ({"policy": True}, "policy=True is not allowed"),
         ({"policy": float("nan")}, "policy=nan is not allowed"),
         ({"policy": "block", "blocks": "layers.*"}, r"blocks='layers.\*' is not allowed: give a list of patterns"),
-        ({"policy": "none", "blocks": ["layers.*"]}, "not allowed with policy='none': choose 'block' or 'selective'"),
+        (
+            {"policy": "none", "blocks": ["layers.*"]},
+            "not allowed with policy='none': choose 'selective', 'block' or a number",
+        ),
     ],
 )
 def test_refused_options(options: dict[str, Any], words: str) -> None:

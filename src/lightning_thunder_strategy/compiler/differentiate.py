@@ -1,6 +1,6 @@
 """From an acquired program to forward and backward: AOTAutograd, with our passes around the partition."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from time import perf_counter  # by name: tests of users replace `time.perf_counter`
 from typing import Any, Optional
 
@@ -101,7 +101,7 @@ class Differentiation:
         self.partitioned = True
         program = self._program
         trace = Trace("joint", joint, self._name_inputs(joint.graph), outputs=self._name_outputs(joint.graph))
-        trace.trial = lambda: self._would_keep(joint, inputs, kwargs)
+        trace.trial = lambda without: self._would_keep(joint, inputs, kwargs, without)
         program.traces.append(trace.snapshot("forward and backward as one program"))
         for transform in self._transforms:
             if type(transform).joint is not Transform.joint:
@@ -123,9 +123,9 @@ class Differentiation:
         return forward, backward
 
     @staticmethod
-    def _would_keep(joint: fx.GraphModule, inputs: Any, kwargs: dict[str, Any]) -> Saved:
+    def _would_keep(joint: fx.GraphModule, inputs: Any, kwargs: dict[str, Any], without: Collection[fx.Node]) -> Saved:
         forward, _ = _torch_aot.min_cut_partition(copy_program(joint), inputs, **kwargs)
-        return kept(forward, kwargs["num_fwd_outputs"])
+        return kept(forward, kwargs["num_fwd_outputs"], {node.name for node in without})
 
     def _partition_passes(self, forward: Trace, backward: Optional[Trace]) -> None:
         both = [trace for trace in (forward, backward) if trace is not None]

@@ -1,5 +1,6 @@
 """What the forward hands to the backward."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Optional
 
@@ -23,15 +24,16 @@ class Saved:
     bytes: int = 0
 
 
-def kept(forward: fx.GraphModule, outputs: int) -> Saved:
+def kept(forward: fx.GraphModule, outputs: int, without: Collection[str] = ()) -> Saved:
     """What a forward keeps.
 
     Args:
         forward: The forward program.
         outputs: How many of its outputs are not saved values.
+        without: Names of saved values that do not count.
     """
     inputs = {_storage(node) for node in forward.graph.find_nodes(op="placeholder")}
-    saved = {_storage(node): node for node in forward.graph.output_node().args[0][outputs:]}
+    saved = {_storage(node): node for node in forward.graph.output_node().args[0][outputs:] if node.name not in without}
     sizes = [_bytes(node) for storage, node in saved.items() if storage is not None and storage not in inputs]
     return Saved(len(sizes), sum(sizes))
 

@@ -3,7 +3,7 @@
 import linecache
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional, Union
@@ -130,7 +130,7 @@ class Trace:
         self._notes = dict(notes or {})
         self._outputs = tuple(outputs)
         self.decisions: list[Decision] = []
-        self.trial: Optional[Callable[[], Saved]] = None
+        self.trial: Optional[Callable[[Collection[fx.Node]], Saved]] = None
         self.added_inputs: dict[fx.Node, torch.Tensor] = {}
         self.calls: list[Callable[[Callable], Callable]] = []
         self._emission: Optional[Emission] = None
@@ -149,17 +149,20 @@ class Trace:
             )
         return self.graph_module.graph
 
-    def would_keep(self) -> Saved:
+    def would_keep(self, without: Collection[fx.Node] = ()) -> Saved:
         """What the forward would keep for the backward if this joint program were partitioned as it is now.
 
-        It takes as long as a partition does.
+        It takes as long as a partition does. With symbolic sizes it is for those that the program was read with.
+
+        Args:
+            without: Operations of this program whose results do not count, such as gathered parameters.
 
         Raises:
             RuntimeError: If this is not the live joint program.
         """
         if self.trial is None:
             raise RuntimeError(f"This {self.stage!r} trace cannot be partitioned: call it in Transform.joint.")
-        return self.trial()
+        return self.trial(without)
 
     def origin(self, node: fx.Node) -> Optional[Origin]:
         """What is known of an input of the live program."""

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Union, get_args
 
@@ -17,7 +17,13 @@ from lightning_thunder_strategy.compiler.refusals import told_by_the_parser_too
 from lightning_thunder_strategy.compiler.report import warn
 from lightning_thunder_strategy.compiler.trace import Decision, Trace
 from lightning_thunder_strategy.compiler.transform import Transform
-from lightning_thunder_strategy.transforms.blocks import block_operations, blocks_of, forward_operations, is_view
+from lightning_thunder_strategy.transforms.blocks import (
+    block_operations,
+    blocks_of,
+    forward_operations,
+    has_symbolic_sizes,
+    is_view,
+)
 from lightning_thunder_strategy.transforms.unshard_policy import is_form_of, parameter_gather
 
 Policy = Literal["none", "selective", "block"]
@@ -37,6 +43,7 @@ class ActivationCheckpointing(Transform):
 
     Args:
         policy: A number: at most so many GiB are kept for the backward (parameters, inputs and gradients do not count).
+            Ranks need batches of the same shape. In a program for batches of any size all blocks are computed again.
             Of as many blocks as that takes, from the first, less is kept: as ``"selective"`` says, or if that is not
             enough for all blocks, as ``"block"`` says. It takes a few more partitions while compiling.
             ``"block"``: of each block only what goes into it is kept. ``"selective"``: also results of products of
@@ -63,7 +70,7 @@ class ActivationCheckpointing(Transform):
         object.__setattr__(self, "blocks", tuple(self.blocks))
         if self.blocks and self.policy == "none":
             raise ValueError(
-                f"blocks={self.blocks!r} is not allowed with policy='none': choose 'block' or 'selective'."
+                f"blocks={self.blocks!r} is not allowed with policy='none': choose 'selective', 'block' or a number."
             )
 
     def module(self, module: nn.Module) -> None:
@@ -87,7 +94,7 @@ class ActivationCheckpointing(Transform):
             _mark(blocks, dict.fromkeys(calls, self.policy))
             reasons = dict.fromkeys(calls, f"policy={self.policy!r}")
         else:
-            reasons = _keep_within(trace, blocks, calls, self.policy)
+            reasons = _keep_within(trace, blocks, calls, self.policy, gathers)
         for call, reason in reasons.items():
             marked = sum(_torch_aot.is_marked_recompute(node) for node, block in blocks.items() if block == call)
             what = "computed again where the backward needs them"
@@ -124,19 +131,30 @@ def _mark(blocks: Mapping[fx.Node, ModuleCall], policies: Mapping[ModuleCall, Po
 
 
 def _keep_within(
-    trace: Trace, blocks: Mapping[fx.Node, ModuleCall], calls: Sequence[ModuleCall], budget: float
+    trace: Trace,
+    blocks: Mapping[fx.Node, ModuleCall],
+    calls: Sequence[ModuleCall],
+    budget: float,
+    parameters: Collection[fx.Node],
 ) -> dict[ModuleCall, str]:
     """Mark as few blocks as a budget in GiB takes. Returns those that are marked, and why.
 
     The first blocks: when the backward computes them again, what it has kept of the later ones is free.
     """
+    if has_symbolic_sizes(trace.graph):
+        _mark(blocks, dict.fromkeys(calls, "block"))
+        warn(
+            f"ActivationCheckpointing(policy={budget!r}): all blocks are computed again in a program for batches of "
+            "any size. Keep sizes equal (drop_last=True), or choose a program for each: CompileConfig(dynamic=False)."
+        )
+        return dict.fromkeys(calls, f"policy={budget!r}: as 'block', because batches may have any size")
 
     def mark(policy: Policy, count: int, rest: Policy) -> None:
         _mark(blocks, {call: policy if index < count else rest for index, call in enumerate(calls)})
 
     def kept(policy: Policy, count: int, rest: Policy) -> float:
         mark(policy, count, rest)
-        return trace.would_keep().bytes / 2**30
+        return trace.would_keep(parameters).bytes / 2**30
 
     everything = kept("none", 0, "none")
     if everything <= budget:

@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 
 from lightning_thunder_strategy.compiler import _torch_aot
+from lightning_thunder_strategy.compiler.emit import node_value
 from lightning_thunder_strategy.compiler.module_path import ModuleCall, module_calls
 from lightning_thunder_strategy.compiler.trace import Trace
 
@@ -66,6 +67,13 @@ def forward_operations(graph: fx.Graph) -> list[fx.Node]:
         elif node.op == "call_function" and not _torch_aot.is_backward(node):
             found.append(node)
     return found
+
+
+def has_symbolic_sizes(graph: fx.Graph) -> bool:
+    """Whether the program is for inputs of several sizes."""
+    values = [node_value(node) for node in graph.find_nodes(op="placeholder")]
+    sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape]
+    return any(isinstance(item, torch.SymInt) for item in [*values, *sizes])
 
 
 def is_view(node: fx.Node) -> bool:
