@@ -1,6 +1,7 @@
 """Inductor: nothing lost against plain torch.compile, regions, random numbers, and what it fails to compile."""
 
 import copy
+import math
 import re
 
 import pytest
@@ -144,6 +145,9 @@ def test_another_class_of_the_same_name_is_refused():
         compiled_with(mlp(), other)
 
 
+TIMEOUT = "max_autotune_subproc_result_timeout_seconds"  # an option whose default is a float
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -152,6 +156,18 @@ def test_another_class_of_the_same_name_is_refused():
         ({"options": {"size_assert": False}}, "Inductor has no such option, but 'size_asserts'."),
         ({"options": {"size_asserts": "no"}}, "'no' is of another type than Inductor's default True."),
         ({"options": {"max_fusion_size": True}}, "True is of another type than Inductor's default 64."),
+        ({"options": {"max_fusion_size": 64.0}}, "64.0 is of another type than Inductor's default 64."),
+        ({"options": {"max_fusion_size": None}}, "None is of another type than Inductor's default 64."),
+        ({"options": {"size_asserts": None}}, "None is of another type than Inductor's default True."),
+        ({"options": {TIMEOUT: True}}, "True is of another type than Inductor's default 60.0."),
+        ({"options": {TIMEOUT: None}}, "None is of another type than Inductor's default 60.0."),
+        ({"options": {TIMEOUT: math.nan}}, "nan is not allowed: it is no number."),
+        ({"options": {"cpp.simdlen": math.nan}}, "nan is not allowed: it is no number."),
+        ({"options": {"custom_partitioner_fn": None}}, "this package sets it, to its own partitioner; leave it out."),
+        (
+            {"options": {"unsafe_marked_cacheable_functions": {}}},
+            "this package sets it, for its own operators; leave it out.",
+        ),
         ({"options": {"triton.cudagraphs": True}}, "use CompileConfig(cudagraphs=...)."),
         ({"options": {"fallback_random": True}}, "use CompileConfig(eager_random=...)."),
         ({"options": {"deterministic": True}}, "use Trainer(deterministic=...) or torch.use_deterministic_algorithms."),
@@ -161,6 +177,11 @@ def test_a_bad_option_is_one_line_that_says_what_to_do(options, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
         InductorExecutor(**options)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "value"), [(TIMEOUT, 1.5), (TIMEOUT, 2), ("cpp.simdlen", None), ("cpp.simdlen", 8)])
+def test_values_of_the_defaults_type_are_taken(name, value):
+    assert InductorExecutor(options={name: value}).config_patches() == {name: value}
 
 
 # ---------------------------------------------------------------------------------------------------------- programs

@@ -2,6 +2,7 @@
 
 import contextlib
 import difflib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Optional
 
@@ -85,11 +86,12 @@ def inductor_option_problem(name: object, value: object) -> Optional[str]:
         meant = f", but {close[0]!r}" if close else ""
         return f"Inductor has no such option{meant}. torch._inductor.list_options() has all"
     default = known[str(name)]
-    number = isinstance(default, (int, float)) and isinstance(value, (int, float))
-    alike = type(default) is type(value) or (number and isinstance(default, bool) == isinstance(value, bool))
-    if default is not None and value is not None and not alike:
-        return f"{value!r} is of another type than Inductor's default {default!r}"
-    return None
+    if isinstance(value, float) and math.isnan(value):
+        return "it is no number"
+    whole_number_for_float = type(default) is float and type(value) is int
+    if default is None or type(default) is type(value) or whole_number_for_float:
+        return None
+    return f"{value!r} is of another type than Inductor's default {default!r}"
 
 
 def inductor_mode_options(mode: str) -> dict[str, Any]:

@@ -16,9 +16,11 @@ from lightning_thunder_strategy.executors.packages import gpu_problem, import_pr
 InductorMode = Literal["default", "max-autotune"]
 InductorOption = Union[bool, int, float, str, None]
 _OURS = {
-    "triton.cudagraphs": "CompileConfig(cudagraphs=...)",
-    "fallback_random": "CompileConfig(eager_random=...)",
-    "deterministic": "Trainer(deterministic=...) or torch.use_deterministic_algorithms",
+    "triton.cudagraphs": "use CompileConfig(cudagraphs=...)",
+    "fallback_random": "use CompileConfig(eager_random=...)",
+    "deterministic": "use Trainer(deterministic=...) or torch.use_deterministic_algorithms",
+    "custom_partitioner_fn": "this package sets it, to its own partitioner; leave it out",
+    "unsafe_marked_cacheable_functions": "this package sets it, for its own operators; leave it out",
 }
 
 
@@ -34,11 +36,12 @@ class InductorExecutor(FusionExecutor):
         mode: ``"max-autotune"`` times several kernels for each matrix product and more settings of each kernel while
             compiling, and takes the fastest, as ``torch.compile(mode="max-autotune-no-cudagraphs")`` does.
         options: Options of Inductor by name, as ``{"epilogue_fusion": False}``, which go before those of ``mode``.
-            ``torch._inductor.list_options()`` has their names; torch does not promise to keep them.
+            ``torch._inductor.list_options()`` has their names; torch does not promise to keep them. A value has the
+            type of Inductor's default; a whole number does for a float, and any value where the default is ``None``.
 
     Raises:
-        ValueError: If the mode is none of these, Inductor has no such option or not of that type, or it is one that
-            another option of the strategy sets.
+        ValueError: If the mode is none of these, Inductor has no such option or not of that type, a number is nan,
+            or it is an option that another one of the strategy sets, or this package itself.
     """
 
     mode: InductorMode = "default"
@@ -54,7 +57,7 @@ class InductorExecutor(FusionExecutor):
         for option, value in self.options.items():
             problem = _torch_inductor.inductor_option_problem(option, value)
             if option in _OURS:
-                problem = f"use {_OURS[option]}"
+                problem = _OURS[option]
             if problem is not None:
                 raise ValueError(f"InductorExecutor.options[{option!r}]={value!r} is not allowed: {problem}.")
 
