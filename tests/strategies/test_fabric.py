@@ -10,6 +10,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from lightning.fabric.plugins import MixedPrecision
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from torch import Tensor, nn
 
@@ -475,6 +476,35 @@ def test_save_and_load_restore_everything(tmp_path: Any, state_dict_type: Any) -
     resumed, resumed_optimizer = run(path, 3, resume=True)
     torch.testing.assert_close(resumed.state_dict(), module.state_dict(), rtol=0, atol=0)
     assert str(resumed_optimizer.state_dict()) == str(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("state_dict_type", ["full", "sharded"])
+def test_checkpoints_with_a_gradient_scaler_hold_no_state_of_it_as_with_eager_fabric(
+    tmp_path: Any, state_dict_type: Any
+) -> None:
+    def run(strategy: Any) -> tuple[L.Fabric, dict[str, Any]]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+        runner = fabric(strategy, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+        module = seeded(Net)
+        model, optimizer = runner.setup(module, torch.optim.SGD(module.parameters(), lr=0.05))
+        runner.backward(model(batches(1)[0]).square().mean())
+        optimizer.step()
+        return runner, {"model": model, "optimizer": optimizer, "step": 1}
+
+    kinds = {
+        "ours": lambda: thunder.ThunderStrategy(executors=["eager"], state_dict_type=state_dict_type),
+        "eager": lambda: "auto",
+    }
+    for name, make in kinds.items():
+        runner, state = run(make())
+        runner.save(tmp_path / name, state)
+    for name, reader in [("ours", "ours"), ("eager", "ours"), *([("ours", "eager")] * (state_dict_type == "full"))]:
+        runner, state = run(kinds[reader]())
+        expected = {key: value.clone() for key, value in state["model"].state_dict().items()}
+        for parameter in state["model"].parameters():
+            parameter.data.zero_()
+        assert runner.load(tmp_path / name, state) == {}, "no entry besides those that were saved"
+        torch.testing.assert_close(state["model"].state_dict(), expected, rtol=0, atol=0)
 
 
 def test_a_filter_chooses_what_is_saved(tmp_path: Any) -> None:
